@@ -1,4 +1,4 @@
-"""What the evaluation commands share: finding and loading a model, the Hub, results, errors."""
+"""Shared by the evaluation commands: finding and loading a model, the Hub, results, errors."""
 
 import argparse
 import json
@@ -22,7 +22,7 @@ from recipe.utils.download import HUB_TIMEOUT_S, within
 from recipe.utils.errors import ArgumentParser, ExitCode, UserError, first_line, no_safetensors, reading
 from recipe.utils.files import replace_file
 
-DEFAULT_POSITIONS = 2048  # tokens of context for models without a table of positions, such as BLOOM and Mamba
+DEFAULT_POSITIONS = 2048  # context length assumed for models without position embeddings, such as BLOOM and Mamba
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Loaded:
 
     @property
     def n_positions(self) -> int:
-        """The most tokens of context that the model takes."""
+        """The model's maximum context length in tokens."""
         return getattr(self.model.config, "max_position_embeddings", None) or DEFAULT_POSITIONS
 
     def encode(self, text: str) -> list[int]:
@@ -44,15 +44,15 @@ class Loaded:
         return self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True, verbose=False)
 
     def describe(self) -> dict[str, str]:
-        """What every result records about its model."""
+        """The fields that every result records about its model."""
         dtype = str(self.model.dtype).removeprefix("torch.")
         return {"model": self.name, "device": self.model.device.type, "dtype": dtype}
 
     @property
     def lm(self) -> LanguageModel:
-        """The model as the scorers use it. Contexts are shared if the architecture is known to accept positions and a
-        boolean mask: GPT-2 with SDPA. For others the states are the logits: their head may be more than a matrix
-        product."""
+        """The model behind the scorers' interface. Contexts are shared only by an architecture that is known to accept
+        positions and a boolean mask: GPT-2 with SDPA. For others `body` returns the logits and `head` is the identity,
+        since their head may be more than a matrix product."""
         model = self.model
         can_share = model.config.model_type == "gpt2" and model.config._attn_implementation == "sdpa"
 
@@ -67,13 +67,13 @@ class Loaded:
             n_positions=self.n_positions,
             device=model.device,
             shares_contexts=can_share,
-            # cuDNN makes a new plan of masked attention for each length; torch_tpu compiles all of it for each shape.
+            # cuDNN builds a new masked-attention plan for each length; torch_tpu compiles the model for each shape.
             multiples={"cuda": (1, 64 if can_share else 1, 1), "tpu": (16, 64, 1024)}.get(model.device.type, (1, 1, 1)),
         )
 
 
 def parser(description: str, *, batch_size: int | None = None, batch_unit: str = "") -> argparse.ArgumentParser:
-    """The arguments that all evaluation commands take. `batch_size` is the default, in `batch_unit`."""
+    """A parser of the arguments that the commands share. `batch_size` is the default, in `batch_unit`."""
     result = ArgumentParser(description=description)
     result.add_argument("model", nargs="?", help="checkpoint, run directory or Hub id (default: the newest run)")
     result.add_argument("--device", default="auto", choices=["auto", "cuda", "tpu", "mps", "cpu"])
@@ -89,19 +89,19 @@ def parser(description: str, *, batch_size: int | None = None, batch_unit: str =
 
 
 def positive_int(text: str) -> int:
-    """An argparse type: a whole number of at least 1."""
+    """An argparse type: an integer of at least 1."""
     if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+        raise argparse.ArgumentTypeError(f"{text} is not a positive integer")
     return int(text)
 
 
 def utf8(text: str) -> str:
-    """An argparse type: text as it was typed, with U+FFFD for bytes that are not UTF-8."""
+    """An argparse type: text as typed, with U+FFFD for bytes that are not UTF-8."""
     return text.encode(errors="surrogateescape").decode(errors="replace")
 
 
 def run_main(main: Callable[[], None]) -> None:
-    """Runs a command; an error of the user's becomes one line on stderr and exit code 2, Ctrl-C exit code 130."""
+    """Runs a command. A user error becomes one line on stderr and exit code 2, Ctrl-C becomes exit code 130."""
     try:
         main()
     except KeyboardInterrupt:
@@ -115,8 +115,8 @@ def run_main(main: Callable[[], None]) -> None:
 
 
 def resolve_model(name: str | None, runs: Path = Path("runs")) -> tuple[str, Path | None]:
-    """(name to show and load, its directory or None for a Hub id): of the newest run where no name is given, and of a
-    run's newest step. Raises UserError if there is nothing to load."""
+    """(name to show and load, its directory or None for a Hub id). Without a name this is the newest run; a run
+    directory stands for its newest checkpoint. Raises UserError if there is nothing to load."""
     name = name or str(newest_run(runs))
     path = Path(name).expanduser()
     if not path.exists():
@@ -125,26 +125,27 @@ def resolve_model(name: str | None, runs: Path = Path("runs")) -> tuple[str, Pat
         raise UserError(f"model {name}: no such directory. Name a checkpoint, a run directory or a Hub id")
     if not (path / "config.json").is_file():
         if not (steps := checkpoints(path)):
-            raise UserError(f"model {name}: neither config.json nor a step_<number> directory in it")
+            raise UserError(f"model {name}: it has neither config.json nor a step_<number> directory")
         path = steps[-1]
     return str(path), path
 
 
 def check_files(directory: Path) -> None:
-    """Raises UserError where a file is not what the manifest.json beside it lists, if there is one: a model with a
-    flipped bit must not get a score."""
+    """Raises UserError if a file differs from its entry in the directory's manifest.json, where there is one: a model
+    with a flipped bit must not get a score."""
     if not (directory / "manifest.json").exists():
         return
     for name, expected in manifest_of(directory).items():
-        # Resolved: the Hub's cache consists of links.
+        # Resolved, since the Hub's cache consists of links.
         if name != "optimizer.safetensors" and (problem := problem_of((directory / name).resolve(), expected)):
             raise UserError(f"{name} {problem}")
 
 
 def load(args: argparse.Namespace) -> Loaded:
-    """The model and tokenizer that the arguments of `parser` name; nothing is unpickled, and no code of the model's is
-    run. Raises UserError if there is none, the Hub cannot be reached, or a file is damaged or lacks weights."""
-    # Imported here since it takes two seconds, which training need not wait for.
+    """Loads the model and tokenizer that the arguments of `parser` name. Nothing is unpickled, and no code from the
+    model's repository runs. Raises UserError if the model does not exist, the Hub cannot be reached, a file is damaged
+    or weights are missing."""
+    # Imported here: it takes two seconds, and training imports this module without calling this function.
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     # The libraries' loading reports and retry notices would bury our one clear line.
@@ -155,42 +156,42 @@ def load(args: argparse.Namespace) -> Loaded:
     device, dtype = choose_device(args.device, args.dtype)
     problem, way_out = "", "Check the directory"
     if directory is None:
-        print(f"{name} is not a directory here: asking the Hub for it", flush=True)
+        print(f"{name} is not a local directory: looking for it on the Hub", flush=True)
         problem, way_out = hub_problem(), "Name a model on the Hub, or a directory: MODEL=runs/NAME"
-    os.environ["DISABLE_SAFETENSORS_CONVERSION"] = "1"  # or transformers waits for a Space that converts pickles
+    os.environ["DISABLE_SAFETENSORS_CONVERSION"] = "1"  # otherwise transformers waits for a Space that converts pickles
     try:
         if directory:
             check_files(directory)
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)
         config.transformers_weights = None  # may name a pickle
         if getattr(config, "activation_function", "") == "gelu_new":
-            # The same formula in one operation instead of seven: a fifth of a forward pass on a CPU.
+            # The same formula in one operation instead of seven; saves a fifth of a forward pass on a CPU.
             config.activation_function = "gelu_pytorch_tanh"
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
         options = {"config": config, "dtype": dtype, "output_loading_info": True}
         options |= {"use_safetensors": True, "trust_remote_code": False}
-        model, loading_info = AutoModelForCausalLM.from_pretrained(name, **options)  # ty: ignore[not-iterable]  a pair then
-    except Exception as error:  # the libraries raise many kinds on a broken directory or an absent model
+        model, loading_info = AutoModelForCausalLM.from_pretrained(name, **options)  # ty: ignore[not-iterable]
+    except Exception as error:  # the libraries raise many types for a broken directory or a missing model
         if isinstance(error, OSError) and "model.safetensors" in first_line(error) and not problem:
             raise no_safetensors(name) from None
         raise UserError(f"model {name}: {problem or first_line(error)}. {way_out}") from error
-    # transformers replaces what is missing by an empty tokenizer or random weights: such a model must not get a score.
+    # transformers substitutes an empty tokenizer or random weights for missing ones: such a model must not get a score.
     if tokenizer is None or len(tokenizer) < 2:
         raise UserError(f"model {name}: no tokenizer files, such as tokenizer.json, beside the weights")
     if missing_keys := sorted(loading_info["missing_keys"]):
         problem = f"the file lacks {len(missing_keys)} of the model's weights, among them {missing_keys[0]}"
         raise UserError(f"model {name}: {problem}")
-    model.to(device).tie_weights()  # which a move to a TPU or to XLA unties
+    model.to(device).tie_weights()  # moving to a TPU or to XLA unties them
     loaded = Loaded(name, directory, model.eval(), tokenizer)
     if config.model_type != "gpt2" and sees_what_follows(model):
-        raise UserError(f"model {name}: no causal language model; its {config.model_type} sees the tokens that follow")
+        raise UserError(f"model {name}: not a causal language model: {config.model_type} attends to later tokens")
     fields = loaded.describe()
     print(f"model {name}: {model.num_parameters():,} parameters, {fields['device']}, {fields['dtype']}", flush=True)
     return loaded
 
 
 def sees_what_follows(model: transformers.PreTrainedModel) -> bool:
-    """Whether a token changes the logits of those before it, as in BERT, which transformers loads as a causal one."""
+    """Whether a token changes the logits before it, as in BERT, which transformers also loads as a causal model."""
     ids = torch.arange(8, device=model.device)[None]
     changed_ids = torch.cat([ids[:, :-1], ids[:, :1]], 1)
     with torch.no_grad():
@@ -199,8 +200,8 @@ def sees_what_follows(model: transformers.PreTrainedModel) -> bool:
 
 
 def hub_problem() -> str:
-    """Why the Hub cannot be reached; empty if it answers within HUB_TIMEOUT_S. If it does not, the libraries are set to
-    offline, so that cached files load and the rest fails at once instead of after a minute of silent retries."""
+    """Why the Hub cannot be reached; empty if it answers within HUB_TIMEOUT_S. If it does not, this sets the libraries
+    to offline mode: cached files load, and the rest fails at once instead of after a minute of silent retries."""
     import datasets.config
 
     if not huggingface_hub.constants.HF_HUB_OFFLINE:
@@ -213,19 +214,19 @@ def hub_problem() -> str:
 
 
 def choose_device(name: str, dtype: str) -> tuple[torch.device, torch.dtype]:
-    """The device and the dtype of these names; `auto` is the accelerator, or else the CPU, and bfloat16 if the device
-    computes in it, else float32. Raises UserError if the device is absent."""
+    """The device and dtype with these names. `auto` is the accelerator or else the CPU, and bfloat16 if the device
+    supports it natively or else float32. Raises UserError if the device is not available."""
     default_device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     if name not in ("auto", "cpu", default_device.type):
-        raise UserError(f"--device {name}: not available here, {default_device.type} is")
+        raise UserError(f"--device {name}: not available on this machine. Use {default_device.type}")
     device = default_device if name == "auto" else torch.device(name)
     has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     return device, getattr(torch, dtype if dtype != "auto" else "bfloat16" if has_bf16 else "float32")
 
 
 def trainer_config(directory: Path | None, section: str = "config") -> dict:
-    """The training run's configuration, or another part of trainer_state.json in a checkpoint; empty for any other
-    model."""
+    """The training configuration, or another section of trainer_state.json; empty for a model that is not one of our
+    checkpoints."""
     state = directory / "trainer_state.json" if directory else None
     if not state or not state.is_file():
         return {}
@@ -254,25 +255,25 @@ def results_path(output: Path | None, loaded: Loaded) -> Path:
 
 
 def same_model(path: Path, recorded_name: str, name: str) -> bool:
-    """Whether the model `earlier`, whose results `path` has, is the model `name`: both lead to one directory; or `name`
-    is the directory of the results, and `earlier` does not exist: it was moved, or named from elsewhere."""
+    """Whether the results in `path`, recorded for `recorded_name`, are those of the model `name`: both names resolve to
+    one directory, or `name` is the directory of `path` and `recorded_name` does not exist (any more, or from here)."""
     recorded_path, model_path = Path(recorded_name).resolve(), Path(name).resolve()
     return recorded_path == model_path or (path.parent.resolve() == model_path and not recorded_path.exists())
 
 
 def write_results(path: Path, key: str, value: dict) -> None:
-    """Put `value` under `key`, keeping the file's other keys, and of this one the same model's scores that `value` does
-    not measure anew, or of a part only; the file is replaced atomically."""
+    """Stores `value` under `key`; replaces the file atomically. Its other keys stay, and so do the same model's scores
+    under `key` that `value` does not repeat, or repeats on a part of the data only."""
     results = read_results(path)
     previous = results.get(key, {})
     is_same_model = same_model(path, previous.get("model", value["model"]), value["model"])
     if previous and is_same_model and "scores" in value:
         value = value | {"scores": (scores := merged(previous.get("scores", []), value["scores"]))}
         if any(entry in scores for entry in previous.get("scores", []) if entry["complete"]):
-            print(f"note: {path} keeps what was measured before of other tasks, or of all rows")
+            print(f"note: {path} keeps earlier scores of other tasks or on all rows")
     elif not is_same_model:
-        print(f"note: replaces what {path} had of {previous['model']}")
+        print(f"note: replacing the results of {previous['model']} in {path}")
     replace_file(path, (json.dumps(results | {key: value}, indent=2) + "\n").encode())
     print(f"wrote {path}")
     if (path.parent / "README.md").exists():
-        print(f"note: {path.parent}/README.md stays as it is: for a new card, evaluate the run and export it again")
+        print(f"note: {path.parent}/README.md is not updated: for a new card, evaluate the run and export it again")

@@ -16,10 +16,10 @@ GPT2 = "openai-community/gpt2"
 
 
 def compare_means(metric: str, values: np.ndarray, other_values: np.ndarray) -> dict:
-    """A row of the table: the means of both models' numbers for the same n rows or windows, and the difference with its
-    95 % interval by the normal approximation. For accuracies (bool), half a row is added to each of a pair's four
-    outcomes, so that the interval is not empty where no row differs (Agresti and Min 2005, "Simple improved confidence
-    intervals for comparing matched proportions")."""
+    """A row of the table: both models' means over the same n rows or windows, and their difference with its 95 %
+    interval (normal approximation). For accuracies (bool), half a row is added to each of a pair's four outcomes, so
+    that the interval is not empty where no row differs (Agresti and Min 2005, "Simple improved confidence intervals for
+    comparing matched proportions")."""
     differences, n = values.astype(float) - other_values, len(values)
     total, squares = differences.sum(), (differences**2).sum()
     if values.dtype == bool:
@@ -32,15 +32,15 @@ def compare_means(metric: str, values: np.ndarray, other_values: np.ndarray) -> 
 
 
 def validation(args: argparse.Namespace, model: common.Loaded, other: common.Loaded) -> list[dict]:
-    """The row for the validation loss; none, with a note, if the tokenizers differ or the data are missing."""
+    """The row for the validation loss; no row but a note if the tokenizers differ or the data are missing."""
     args.sequence_length = args.sequence_length or min(
         common.trainer_config(model.directory).get("sequence_length", 1024), model.n_positions, other.n_positions
     )
     try:
         if model.tokenizer.get_vocab() != other.tokenizer.get_vocab():
-            raise common.UserError("the tokenizers differ; make eval-val has each model's bits per byte")
-        if (length := args.sequence_length) > (most := other.n_positions):
-            raise common.UserError(f"--sequence_length {length}: from 2 to {most}, the second model's positions")
+            raise common.UserError("the tokenizers differ; compare the bits per byte of make eval-val instead")
+        if (length := args.sequence_length) > (limit := other.n_positions):
+            raise common.UserError(f"--sequence_length {length}: must be from 2 to {limit} for the second model")
         windows, _ = perplexity.choose_windows(args, model)
     except common.UserError as error:
         if args.data:
@@ -60,11 +60,11 @@ def table(rows: list[dict], name: str, other_name: str) -> str:
 
 
 def main() -> None:
-    """Compares two models, prints the table and writes it beside the first. Raises UserError."""
+    """Compares two models, prints the table and writes it beside the first model. Raises UserError."""
     parser = common.parser("Two models side by side.", batch_size=16, batch_unit="rows or windows")
     parser.add_argument("--other", default=GPT2, metavar="MODEL", help=f"the second model (default: {GPT2})")
     parser.add_argument("--limit", type=common.positive_int, help="the first N rows of HellaSwag (default: all 10,042)")
-    parser.add_argument("--prompt", type=common.utf8, default="The", help="that both models continue")
+    parser.add_argument("--prompt", type=common.utf8, default="The", help="text that both models continue")
     perplexity.add_arguments(parser)
     args = parser.parse_args()
     model = common.load(args)
@@ -85,7 +85,7 @@ def main() -> None:
     for name, loaded in (("first", model), ("second", other)):
         print(f"--- sample of the {name}")
         texts += sample.generate(loaded, args.prompt, sample_args)
-    # Only the names of a directory and its parent, since the model card is public.
+    # Only the last two parts of the path, since the model card is public.
     other_name = "/".join(other.directory.resolve().parts[-2:]) if other.directory else other.name
     result = {"other": other_name, "limit": args.limit, "rows": rows, "prompt": args.prompt, "samples": texts}
     common.write_results(output, "compare", model.describe() | result)

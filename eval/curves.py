@@ -1,4 +1,4 @@
-"""The report's data: training runs, read from their directories, and the reference curves that ship."""
+"""The report's data: training runs, read from their directories, and the reference curves shipped with the project."""
 
 import json
 import math
@@ -15,10 +15,10 @@ from recipe.utils.checkpoints import checkpoints, read_metrics, step_of
 from recipe.utils.errors import UserError, reading
 
 REFERENCES = Path(__file__).resolve().parent / "references"
-# Settings within 5 % of each other count as equal: 19,073 and 19,560 steps differ by less than the noise does.
+# Settings within 5 % of each other count as equal: 19,073 and 19,560 steps differ by less than the noise.
 REL_TOL = 0.05
-# Texts with a published loss, by repository on the Hub or a file's SHA-256. The repositories are those of
-# recipe/config/fields.py, and copies in GPT-2's tokens from KellerJordan/modded-nanogpt (data/cached_*.py) and llm.c.
+# Texts with a published loss, by Hub repository or a file's SHA-256. The repositories are those of
+# recipe/config/fields.py, and tokenized copies from KellerJordan/modded-nanogpt (data/cached_*.py) and llm.c.
 DATASETS = {
     "huggingfacefw/fineweb-edu": "FineWeb-Edu",
     "kjj0/finewebedu10b-gpt2": "FineWeb-Edu",
@@ -39,9 +39,9 @@ class Run:
         records: the lines of metrics.jsonl in order of their steps, one per step.
         config: the newest checkpoint's configuration, flat; empty before the first checkpoint.
         data: the configured data set or mixture, in words.
-        engine: what it ran on, in words; empty before the first checkpoint.
-        dataset: which of DATASETS it trains and validates on; empty for any other.
-        scores: step -> the rows of `table_row` of that checkpoint's results.json, empty where nothing was measured.
+        engine: the hardware and engine, in words; empty before the first checkpoint.
+        dataset: the name in DATASETS of the text that it trains and validates on; empty for any other.
+        scores: step -> that checkpoint's results.json as rows of `table_row`; empty if nothing was measured.
     """
 
     name: str
@@ -89,7 +89,7 @@ class Run:
 
 
 def read_run(path: str | Path) -> Run:
-    """The run in a directory, or of a checkpoint in it. Raises UserError if there is none, or a file is damaged."""
+    """The run in a directory, or of a checkpoint in a run. Raises UserError if there is none or a file is damaged."""
     directory = Path(path).expanduser()
     if directory in checkpoints(directory.parent):
         directory = directory.parent
@@ -102,7 +102,7 @@ def read_run(path: str | Path) -> Run:
         raise UserError(f"run {path}: metrics.jsonl has no complete line yet. Wait for the first logged step")
     scores, description, checkpoint_dirs = {}, ({}, "", "", ""), checkpoints(directory)
     for path in checkpoint_dirs:
-        with reading(path / "results.json", "move it away, and evaluate again"):
+        with reading(path / "results.json", "move it away and evaluate again"):
             scores[step_of(path)] = [table_row(score) for score in all_scores(read_results(path / "results.json"))]
     if checkpoint_dirs:
         with reading(checkpoint_dirs[-1] / "trainer_state.json", "move that checkpoint away"):
@@ -123,8 +123,9 @@ def _is_number(value) -> TypeGuard[float]:
 
 
 def dataset_of(config: dict, about: list[dict]) -> str:
-    """Which of DATASETS a run trains and validates on by the `about` of its trainer_state.json; empty for any other,
-    for shards whose text neither a manifest nor dataset_source names, and for other tokenizers than GPT-2's."""
+    """The name in DATASETS of the text that a run trains and validates on, by `about` of its trainer_state.json. Empty
+    for any other text, for shards whose text neither a manifest nor dataset_source names, and for tokenizers other than
+    GPT-2's."""
     # All parts of a run read the same shards, so parts that name only the shards are ignored.
     sources = [part["data"] for part in about if part["data"].keys() != {"shards"}]
     names = {_known_text(source) for source in sources}
@@ -134,7 +135,7 @@ def dataset_of(config: dict, about: list[dict]) -> str:
 
 
 def _known_text(source: dict) -> str:
-    """`source` has ORG/NAME, or local files."""
+    """The name in DATASETS of a source, which is a repository (ORG/NAME) or local files; empty if unknown."""
     repository = source.get("train_text", "").lower()
     digests = [file.get("sha256") for file in source.get("files", [])]
     return DATASETS.get(digests[0] if len(digests) == 1 else repository, "")
@@ -142,8 +143,8 @@ def _known_text(source: dict) -> str:
 
 @dataclass(frozen=True)
 class Reference:
-    """A curve of eval/references/. `val_loss` is (n, 2): tokens, nats a token; it was measured with `settings`, and a
-    run with the same settings may differ from it by `noise` nats."""
+    """A curve of eval/references/. `val_loss` is (n, 2): tokens, nats per token. It was measured with `settings`; a run
+    with the same settings may differ from it by `noise` nats."""
 
     name: str
     dataset: str
@@ -155,7 +156,7 @@ class Reference:
     hellaswag_llmc_acc_norm: np.ndarray | None = None
 
     def differences(self, run: Run) -> list[str]:
-        """Settings of the run that change its loss at equal steps, in words."""
+        """The settings in which the run differs and which change its loss at equal steps, in words."""
         sentences = []
         for key, expected in self.settings.items():
             value = run.config.get(key)
@@ -177,8 +178,8 @@ def load_references() -> list[Reference]:
 
 
 def find_reference(run: Run, references: list[Reference]) -> Reference | None:
-    """The reference for a run's data and model, with the fewest other settings; none if the run starts from other
-    weights."""
+    """The reference with the run's data and model, and the fewest differing settings; None if there is none or the run
+    starts from other weights (init_from)."""
     shape = ("n_layer", "n_head", "n_embd")
     candidates = [
         reference

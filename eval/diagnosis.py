@@ -1,4 +1,4 @@
-"""Does my loss look right? Findings about a run, from its reference curve and from checks without one."""
+"""Does my loss look right? Findings about a run, from its reference curve and from checks that need none."""
 
 import math
 from collections.abc import Iterator
@@ -9,18 +9,18 @@ import numpy as np
 from eval.curves import REL_TOL, Reference, Run, find_reference
 from recipe.utils.units import si
 
-# How far the first validation loss may lie below and above that of a uniform prediction, the logarithm of the
-# vocabulary size: 10.82 nats per token for GPT-2's. Known values: 10.81 to 10.83 (this project), 10.95 (build-nanogpt),
-# 10.98 and 11.01 (llm.c).
+# Nats by which the first validation loss may lie below and above that of a uniform prediction, the logarithm of the
+# vocabulary size (10.82 for GPT-2's). Known values: 10.81 to 10.83 (this project), 10.95 (build-nanogpt), 10.98 and
+# 11.01 (llm.c).
 INITIAL_LOSS_MARGINS = (0.3, 0.5)
-# By step 200 the loss of every known healthy run has fallen by more than 3 nats.
-LEARNT = (200, 2.0)
+# By step 200 the loss of every known healthy run has fallen by more than 3 nats; a healthy one falls by 2 at least.
+LEARNING_STEP, LEARNING_DROP = 200, 2.0
 # The validation loss is always measured on the same tokens, so a rise is not batch noise. At a high learning rate it
 # still fluctuates by about 0.02 (llm.c's and build-nanogpt's curves never rise by more than 0.002).
 MAX_RISE = 0.03
 # Fraction of the tokens by which a curve may be ahead of or behind its reference.
 TOKEN_SHIFT = 0.1
-# Skipped steps that are only worth a note: fp16's loss scale begins at 65,536 and is halved at each.
+# Up to this many skipped steps are only worth a note: fp16's loss scale starts at 65,536 and is halved at each.
 MAX_SKIPPED = 10
 
 
@@ -43,9 +43,9 @@ def diagnose(run: Run, references: list[Reference]) -> list[Finding]:
 def beside_reference(run: Run, references: list[Reference]) -> Finding:
     """Whether the validation loss follows the reference, if the two can be compared at equal tokens."""
     if not run.config:
-        return Finding("note", "It has no checkpoint yet, so its settings are not known: no comparison yet.")
+        return Finding("note", "It has no checkpoint yet, so its settings are unknown: no comparison yet.")
     if run.config.get("init_from"):
-        return Finding("note", "It starts from other weights (init_from), for which no reference curve holds.")
+        return Finding("note", "It starts from other weights (init_from), to which no reference curve applies.")
     reference = find_reference(run, references)
     if reference is None:
         model = f"{run.config.get('n_layer')} layers of {run.config.get('n_embd')}"
@@ -63,9 +63,9 @@ def beside_reference(run: Run, references: list[Reference]) -> Finding:
         return Finding("good", f"The validation loss follows {name}: {latest}.")
     departed_at = si(tokens[followed[-1] + 1 if len(followed) else 0], "B")
     if excess[-1] > 0:
-        causes = "Usual causes: other data or tokens than meant, or a change to the model or the optimizer."
+        causes = "Usual causes: unintended data or tokens, or a change to the model or the optimizer."
     else:
-        causes = "Lower is suspicious too: other or easier validation data, or validation text in training."
+        causes = "Lower is suspicious too: different or easier validation data, or validation text in training."
     text = f"The validation loss has departed from {name} since {departed_at} tokens: {latest}, expected within"
     return Finding("bad", f"{text} {tolerance[-1]:.2f}. {causes}")
 
@@ -74,7 +74,7 @@ def distance(curve: tuple[np.ndarray, np.ndarray], reference: Reference) -> tupl
     """(tokens, difference of the loss from the reference, tolerance), (n,) each; losses in nats.
 
     The reference is interpolated in the logarithm of the tokens. The tolerance is its noise plus the effect of a tenth
-    more or fewer tokens: where a loss falls steeply, a longer warm-up makes a large but meaningless difference.
+    more or fewer tokens: where the loss falls steeply, a longer warm-up makes a large but meaningless difference.
     """
     x, y = curve
     points = reference.val_loss[reference.val_loss[:, 0] > 0]
@@ -87,25 +87,24 @@ def distance(curve: tuple[np.ndarray, np.ndarray], reference: Reference) -> tupl
 
 
 def _learning(run: Run) -> Iterator[Finding]:
-    """The first loss, whether the loss falls, and the steps that were skipped."""
+    """Checks of the first loss, of whether the loss falls, and of skipped steps."""
     vocab_size, last_step = run.config.get("vocab_size") or 50257, run.records[-1]["step"]
     uniform_loss = math.log(vocab_size)
     steps, val = run.series("val_loss", "step")
     margin_below, margin_above = INITIAL_LOSS_MARGINS
     from_scratch = len(steps) and steps[0] == 0 and not run.config.get("init_from")
     if from_scratch and not uniform_loss - margin_below <= val[0] <= uniform_loss + margin_above:
-        text = f"The loss begins at {val[0]:.2f}; a model that knows nothing has ln {vocab_size:,} = "
-        advice = "Look at the initial weights, and at whether the targets are shifted by one."
-        yield Finding("bad", f"{text}{uniform_loss:.2f}. {advice}")
+        text = f"The loss begins at {val[0]:.2f}; a uniform prediction has ln {vocab_size:,} = {uniform_loss:.2f}. "
+        yield Finding("bad", text + "Check the initial weights, and that the targets are shifted by one.")
     steps, loss = run.series("loss", "step")
-    if len(steps) and steps[-1] >= LEARNT[0] and np.median(loss[-5:]) > uniform_loss - LEARNT[1]:
+    if len(steps) and steps[-1] >= LEARNING_STEP and np.median(loss[-5:]) > uniform_loss - LEARNING_DROP:
         text = f"It hardly learns: a training loss of {loss[-1]:.2f} after {steps[-1]:,.0f} steps. "
-        yield Finding("bad", text + "Look at learning_rate and warmup_steps, and at the data.")
+        yield Finding("bad", text + "Check learning_rate, warmup_steps and the data.")
     skipped = run.last("skipped_steps")
-    if skipped > 0:  # fp16's loss scaling skips some steps at the start and one now and then
+    if skipped > 0:  # fp16's loss scaling skips a few steps at the start and one now and then
         kind = "bad" if skipped > max(MAX_SKIPPED, 0.01 * last_step) else "note"
-        text = f"{skipped:,.0f} of {last_step:,} steps were skipped, for a spike or a gradient that was not finite. "
-        yield Finding(kind, text + "Where they are many: a lower learning_rate, or another precision than fp16.")
+        text = f"{skipped:,.0f} of {last_step:,} steps were skipped because of a spike or a non-finite gradient. "
+        yield Finding(kind, text + "If there are many, lower learning_rate or use a precision other than fp16.")
 
 
 def _rise(run: Run) -> Iterator[Finding]:

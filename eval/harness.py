@@ -16,18 +16,18 @@ from eval.scores import score
 def evaluate(
     loaded: common.Loaded, tasks: list[str], *, batch_size: int, limit: int | None = None, include: Path | None = None
 ) -> dict:
-    """What lm_eval.simple_evaluate returns, "samples" included; `limit` is in rows per task, `include` a directory with
-    the YAML files of more tasks. Raises UserError for an unknown task, and OSError for data that cannot be loaded."""
+    """The output of lm_eval.simple_evaluate, "samples" included. `limit` is in rows per task; `include` is a directory
+    with the YAML files of more tasks. Raises UserError for an unknown task, OSError for data that cannot be loaded."""
     import lm_eval
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
-    os.environ["DISABLE_MULTIPROC"] = "1"  # otherwise it forks a pool for seconds of work
+    os.environ["DISABLE_MULTIPROC"] = "1"  # otherwise lm-eval forks a process pool for seconds of work
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     manager = TaskManager(include_path=include)
     if unknown_tasks := [task for task in tasks if task not in manager.all_tasks]:
-        raise common.UserError(f"--tasks {','.join(unknown_tasks)}: lm-eval has none of this name (`lm-eval ls tasks`)")
-    common.hub_problem()  # where there is no network, cached data are read at once
+        raise common.UserError(f"--tasks {','.join(unknown_tasks)}: lm-eval has no such task (`lm-eval ls tasks`)")
+    common.hub_problem()  # without a network, sets offline mode, so that cached data load at once
     model, tokenizer = loaded.model, loaded.tokenizer
     lm = HFLM(model, tokenizer=tokenizer, batch_size=batch_size, softmax_dtype="float32", trust_remote_code=False)
     # Bootstrap resamples are for metrics whose error has no closed form; the default of 100,000 takes minutes.
@@ -35,7 +35,7 @@ def evaluate(
 
 
 def scores_of(results: dict, method: str, limit: int | None) -> list[dict]:
-    """The scores in the output of `evaluate`; a filter other than none stays in the name."""
+    """The scores in the output of `evaluate`; a metric's name includes its filter unless that is none."""
     url = "https://github.com/EleutherAI/lm-evaluation-harness"
     source = {"source_name": "lm-evaluation-harness", "source_url": url, "complete": not limit}
     scores = []
@@ -46,7 +46,7 @@ def scores_of(results: dict, method: str, limit: int | None) -> list[dict]:
             kind, comma, filter_name = key.partition(",")
             if comma and not kind.endswith("_stderr"):
                 error = metrics.get(f"{kind}_stderr,{filter_name}")
-                ci95 = 1.96 * error if isinstance(error, float) else None  # or N/A
+                ci95 = 1.96 * error if isinstance(error, float) else None  # else N/A
                 name = kind if filter_name == "none" else f"{kind} ({filter_name})"
                 metric = "accuracy" if kind.startswith("acc") else kind, name
                 scores.append(score(dataset, metric, value, method + rows, ci95=ci95, **source))
@@ -55,16 +55,16 @@ def scores_of(results: dict, method: str, limit: int | None) -> list[dict]:
 
 def main() -> None:
     """Runs the tasks on one model, prints lm-eval's table and writes the results. Raises UserError."""
-    parser = common.parser("lm-evaluation-harness's tasks.", batch_size=8, batch_unit="requests")
-    parser.add_argument("--tasks", default="hellaswag", help="names, with commas between (default: hellaswag)")
+    parser = common.parser("Tasks of lm-evaluation-harness.", batch_size=8, batch_unit="requests")
+    parser.add_argument("--tasks", default="hellaswag", help="comma-separated names (default: hellaswag)")
     parser.add_argument("--include_path", type=Path, help="directory with the YAML files of more tasks")
     parser.add_argument("--limit", type=common.positive_int, help="the first N rows of each task (default: all)")
     args = parser.parse_args()
     if importlib.util.find_spec("lm_eval") is None:
-        raise common.UserError("lm-eval is not installed: pip install -e '.[eval]' (make eval-lm does)")
+        raise common.UserError("lm-eval is not installed: pip install -e '.[eval]' (make eval-lm does it)")
     tasks = list(dict.fromkeys(task.strip() for task in args.tasks.split(",") if task.strip()))
     if not tasks:
-        raise common.UserError("--tasks: names none. Give one: --tasks hellaswag")
+        raise common.UserError("--tasks names no task. Give one: --tasks hellaswag")
     loaded = common.load(args)
     output = common.results_path(args.output, loaded)
     results = evaluate(loaded, tasks, batch_size=args.batch_size, limit=args.limit, include=args.include_path)

@@ -2,8 +2,8 @@
 
 llm.c-style, "llmc" in results: the context unchanged, each ending encoded separately, length in tokens (as in
 build-nanogpt).
-lm-eval-style, "lmeval" in results: lm-evaluation-harness's `hellaswag` version 1, with cleaned text after the activity
-label, context and ending encoded as one string, length in characters. Neither puts a token before the context.
+lm-eval-style, "lmeval" in results: lm-evaluation-harness's `hellaswag` version 1, with the activity label before the
+cleaned text, context and ending encoded as one string, length in characters. Neither puts a token before the context.
 
 All 10,042 validation rows ship with the project (Zellers et al., arXiv:1905.07830).
 """
@@ -25,7 +25,7 @@ from eval.published import HELLASWAG, HELLASWAG_ROWS, SOURCES, STYLES
 from eval.scores import ci95, hellaswag_scores
 
 ROWS = Path(__file__).resolve().parent / "data" / "hellaswag_val.jsonl.gz"
-# For each style, of N rows: the endings' summed log-likelihoods in nats and their lengths, (N, 4) each.
+# Style -> the endings' summed log-likelihoods in nats and their lengths, (N, 4) each for N rows.
 Scores = dict[str, tuple[np.ndarray, np.ndarray]]
 
 
@@ -42,7 +42,7 @@ def clean(text: str) -> str:
 
 
 def encode_row(encode: Callable[[str], list[int]], row: dict, style: str) -> tuple[list[Request], list[int]]:
-    """A row's four requests in one style, and the lengths that acc_norm divides by; `encode` adds no special tokens."""
+    """A row's four requests in a style, and the lengths that acc_norm divides by. `encode` adds no special tokens."""
     if style == "llmc":
         context = encode(row["ctx"])
         endings = [encode(" " + ending) for ending in row["endings"]]
@@ -56,7 +56,7 @@ def encode_row(encode: Callable[[str], list[int]], row: dict, style: str) -> tup
 
 
 def score_rows(model: LanguageModel, rows: Sequence[dict], *, batch_size: int = 16, desc: str = "") -> Scores:
-    """The scores of the rows in each style, in ceil(len(rows) / batch_size) calls of the model."""
+    """The rows' scores in each style, from ceil(len(rows) / batch_size) calls of the model."""
     requests, lengths = zip(*(encode_row(model.encode, row, style) for style in STYLES for row in rows), strict=True)
     sums = score(model, requests, batch_size * len(STYLES), desc)
     shape = len(STYLES), len(rows), -1
@@ -65,7 +65,7 @@ def score_rows(model: LanguageModel, rows: Sequence[dict], *, batch_size: int = 
 
 
 def correct(scores: Scores, rows: Sequence[dict]) -> dict[str, np.ndarray]:
-    """Which rows each of ACCURACIES counts, bool (N,). Ties go to the first ending."""
+    """For each of ACCURACIES, which rows are answered correctly: bool (N,). Ties go to the first ending."""
     labels = np.array([row["label"] for row in rows])
     correct_rows = {}
     for style, (log_likelihoods, lengths) in scores.items():
@@ -77,9 +77,9 @@ def correct(scores: Scores, rows: Sequence[dict]) -> dict[str, np.ndarray]:
 def count_correct(
     model: LanguageModel, rows: list[dict], *, batch_size: int = 16, rank: int = 0, world_size: int = 1
 ) -> dict[str, int]:
-    """How many rows of this rank's share are correct, to be summed over ranks: {"rows": n} and one number for each of
+    """The number of correct rows in this rank's share, to be summed over ranks: {"rows": n} and a count for each of
     ACCURACIES. Every rank calls the model equally often, because a forward pass of sharded weights is collective."""
-    # The same number of rows for each rank; an index of len(rows) or more is padding.
+    # Each rank gets the same number of rows; an index of len(rows) or more is padding.
     indices = np.arange(rank, rank + world_size * -(-len(rows) // world_size), world_size)
     rank_rows, is_real = [rows[i % len(rows)] for i in indices], indices < len(rows)
     correct_rows = correct(score_rows(model, rank_rows, batch_size=batch_size), rank_rows)
@@ -87,20 +87,20 @@ def count_correct(
 
 
 def accuracies(scores: Scores, rows: list[dict]) -> dict:
-    """{"rows": n} and each of ACCURACIES, by the metric for the `evaluate` library."""
-    from eval.metrics.hellaswag.hellaswag import HellaSwag  # imports `datasets`, which a training run may not need
+    """{"rows": n} and each of ACCURACIES, computed by our metric for the `evaluate` library."""
+    from eval.metrics.hellaswag.hellaswag import HellaSwag  # imports `datasets`, which training may not need
 
     result: dict = {"rows": len(rows)}
     for style, (log_likelihoods, lengths) in scores.items():
         metric, labels = HellaSwag(keep_in_memory=True), [row["label"] for row in rows]
         values = metric.compute(log_likelihoods=log_likelihoods, lengths=lengths, labels=labels)
-        assert values  # None on another process than the first
+        assert values  # None on all processes but the first
         result |= {f"{style}_{kind}": value for kind, value in values.items()}
     return result
 
 
 def table(result: dict) -> str:
-    """The result beside the published numbers, style by style."""
+    """The result beside the published numbers, one table per style."""
     rows = result["rows"]
     lines = [f"HellaSwag validation, {rows:,} rows (chance: 0.2500; +- is the 95 % interval)"]
     for style, title in STYLES.items():
@@ -111,12 +111,12 @@ def table(result: dict) -> str:
         lines += ["", *(f"{name:<49} {acc:<18} {norm}" for name, (acc, norm) in cells.items())]
         lines.append(textwrap.fill(f"({SOURCES[style]})", 110, initial_indent="   ", subsequent_indent="    "))
     if rows < HELLASWAG_ROWS:
-        lines += ["", f"Published numbers are on all {HELLASWAG_ROWS:,} rows, where the interval is about +- 0.009."]
+        lines += ["", f"Published numbers are for all {HELLASWAG_ROWS:,} rows, where the interval is about +- 0.009."]
     return "\n".join(lines)
 
 
 def main() -> None:
-    """Scores one model, prints and writes the accuracies. Raises UserError."""
+    """Scores one model, then prints and writes its accuracies. Raises UserError."""
     parser = common.parser("HellaSwag in both published ways.", batch_size=16, batch_unit="rows")
     parser.add_argument("--limit", type=common.positive_int, help="the first N rows only (default: all 10,042)")
     args = parser.parse_args()

@@ -1,9 +1,9 @@
-"""Log-likelihoods of continuations: those of one context share a row, so that the context is computed once.
+"""Log-likelihoods of continuations. Those of one context share a row, so that the context is computed once.
 
     context context context | first first | second second second | third ...
 
 Each continuation's positions start at the context's end, and its tokens attend only to the context and their own
-continuation: the results equal those of four separate texts, with half of HellaSwag's tokens.
+continuation. The results equal those of separate texts, at half the tokens for HellaSwag.
 
 Shapes: N rows, T positions, M scored tokens, D width, V vocabulary.
 """
@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-# Rows of logits held in float32 at once, by device: 128 x 50257 x 4 bytes is 26 MB, and larger pieces were slower on a
-# CPU (they fall out of its cache); other devices take 2048 (412 MB).
+# Rows of float32 logits computed at once, by device: 128 x 50257 x 4 bytes are 26 MB, and larger chunks are slower on a
+# CPU (they exceed its cache). Other devices take 2048 (412 MB).
 CHUNK_ROWS = {"cpu": 128}
 
 
@@ -31,9 +31,9 @@ class LanguageModel:
         body: ids (N, T), positions (N, T) and a mask (N, 1, T, T), true where a query may see a key -> states
             (N, T, D). A causal model without `shares_contexts` may ignore the last two.
         head: states (M, D) -> logits (M, V). It takes most of a small model's time, so it runs on scored tokens only.
-        encode: text -> token ids, without special tokens.
+        encode: text -> token ids without special tokens.
         multiples: N, T and M are padded to multiples of these, for a device that compiles each shape.
-        place: moves a tensor (N, ...) to the device, for devices that shard its rows. None means `.to(device)`.
+        place: moves a tensor (N, ...) to a device that shards its rows. None means `.to(device)`.
     """
 
     body: Callable
@@ -48,7 +48,7 @@ class LanguageModel:
 
 @dataclass(frozen=True)
 class Request:
-    """A continuation to score: `tokens` is the context and the continuation, its last `n_scored` tokens."""
+    """A continuation to score: `tokens` is the context followed by the continuation, the last `n_scored` tokens."""
 
     tokens: list[int]
     n_scored: int
@@ -56,10 +56,10 @@ class Request:
 
 @dataclass(frozen=True)
 class Row:
-    """The model's input for one or several requests, and where their scored tokens are predicted.
+    """The model's input for one or several requests, and the positions that predict their scored tokens.
 
-    `inputs` (3, T) has token ids, positions and segments: segment 0 is the shared context, i + 1 belongs to request i
-    alone. `scored` (2, M) has the columns that predict the scored tokens, and these tokens; `counts` has the number of
+    `inputs` (3, T) holds token ids, positions and segments: segment 0 is the shared context, i + 1 is request i's own.
+    `scored` (2, M) holds the columns that predict the scored tokens, and these tokens; `counts` holds the number of
     scored tokens per request.
     """
 
@@ -71,11 +71,11 @@ class Row:
 def score(
     model: LanguageModel, groups: Sequence[Sequence[Request]], batch_size: int, desc: str = ""
 ) -> list[list[float]]:
-    """The summed log-likelihoods, in nats, of each group's requests, which continue one context, in ceil(len(groups) /
-    batch_size) calls of the model. With `desc`, shows a progress bar. Requests longer than the model's positions plus
-    one lose tokens on the left."""
+    """The summed log-likelihood, in nats, of each request, from ceil(len(groups) / batch_size) calls of the model. The
+    requests of a group continue one context. With `desc`, shows a progress bar. Requests with more tokens than the
+    model's positions plus one are truncated on the left."""
     packed = [rows_of(group, model) for group in groups]
-    # Rows of similar length go together to save padding. Longest first, so that running out of memory shows at once.
+    # Rows of similar length share a batch to save padding; longest first, so that an out-of-memory error comes at once.
     order = sorted(range(len(groups)), key=lambda i: -max(row.inputs.shape[1] for row in packed[i]))
     batches = [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
     scores: list = [None] * len(groups)
@@ -87,15 +87,15 @@ def score(
 
 
 def progress_bar(batches: Sequence, desc: str) -> Iterable:
-    """The batches with a progress bar, updated every half minute in a file; no bar without `desc`."""
+    """The batches with a progress bar, which is updated every 30 s if it goes to a file; no bar without `desc`."""
     interval = 0.1 if sys.stderr.isatty() else 30
     return tqdm(batches, desc=desc, unit=" batches", mininterval=interval, maxinterval=interval, disable=not desc)
 
 
 def rows_of(requests: Sequence[Request], model: LanguageModel) -> list[Row]:
-    """The requests of one context as one row; one row each if the model cannot share contexts or a request has to be
-    cut, since then the requests no longer see the same context."""
-    max_tokens = model.n_positions + 1  # one token more than there are positions, since the last one predicts nothing
+    """The requests of one context as one row; or one row each if the model cannot share contexts or a request must be
+    truncated, since then the requests no longer have the same context."""
+    max_tokens = model.n_positions + 1  # the last token predicts nothing, so it needs no position
     if not model.shares_contexts or any(len(r.tokens) > max_tokens for r in requests):
         return [_row([Request(r.tokens[-max_tokens:], min(r.n_scored, model.n_positions))]) for r in requests]
     return [_row(requests)]
@@ -120,9 +120,9 @@ def _row(requests: Sequence[Request]) -> Row:
 
 
 def score_rows(model: LanguageModel, rows: Sequence[Row]) -> list[float]:
-    """The summed log-likelihood of each request of the rows, in their order, from one call of the model."""
+    """The summed log-likelihood of each request in the rows, in order, from one call of the model."""
     n, t, m = model.multiples
-    # A causal model never attends to the padding on the right; the padding attends to the context or what is before it.
+    # A causal model never attends to padding on the right; the padding itself attends to the context or earlier tokens.
     length = max(row.inputs.shape[1] for row in rows)
     inputs = np.zeros((3, _round_up(len(rows), n), _round_up(length, t)), dtype=np.int64)
     for i, row in enumerate(rows):

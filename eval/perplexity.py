@@ -1,7 +1,7 @@
 """Loss, perplexity and bits per byte: `python -m eval.perplexity MODEL [--data DIR]`.
 
-Windows are those of the trainer's validation: T + 1 tokens at stride T, in order, never across shards. Without --data
-they are exactly those of the training run, and the loss equals the trainer's.
+Windows are cut as in the trainer's validation: T + 1 tokens at stride T, in order, never across shards. Without --data
+they are exactly the training run's, and the loss equals the trainer's.
 """
 
 import argparse
@@ -25,14 +25,14 @@ from recipe.utils.shards import ShardReader
 
 
 def shard_windows(data: str, sequence_length: int) -> tuple[list[np.ndarray], dict[str, str]]:
-    """Windows (T + 1,) of validation shards, and the first 12 digits of each file's sha256. `data` is a directory,
-    whose .bin files with "val" in their name are used, or a glob of .bin files."""
+    """Windows (T + 1,) of validation shards, and the first 12 digits of each file's SHA-256. `data` is a glob of .bin
+    files, or a directory, of which the .bin files with "val" in their name are used."""
     pattern = f"{glob.escape(data)}/*val*.bin" if os.path.isdir(data) else data
-    matches = sorted(map(Path, glob.glob(pattern, recursive=True)))  # as the trainer's
+    matches = sorted(map(Path, glob.glob(pattern, recursive=True)))  # in the trainer's order
     paths = [path for path in matches if path.suffix == ".bin" and path.is_file()]
     if not paths:
         raise common.UserError(
-            f"--data {data}: no .bin file there, or in a directory none with `val` in its name. Prepare text with "
+            f"--data {data}: no .bin file there (a directory needs one with `val` in its name). Prepare text with "
             "python -m recipe.data.prepare"
         )
     windows = []
@@ -45,8 +45,8 @@ def shard_windows(data: str, sequence_length: int) -> tuple[list[np.ndarray], di
 
 
 def check_tokens(data: str, loaded: common.Loaded, windows: list[np.ndarray]) -> None:
-    """Raises UserError for shards of a vocabulary that is not this model's: by their manifest, if there is one, and
-    their largest token. Prints a note where the manifest and a checkpoint name different tokenizers."""
+    """Raises UserError if the shards' vocabulary is not the model's, by their manifest (if any) and largest token.
+    Prints a note if the manifest and the checkpoint name different tokenizers."""
     tokenizer, directory = loaded.tokenizer, Path(data) if os.path.isdir(data) else Path(data).parent
     model_digest = common.trainer_config(loaded.directory, "tokenizer").get("digest")
     path = directory / "manifest.json"
@@ -57,18 +57,18 @@ def check_tokens(data: str, loaded: common.Loaded, windows: list[np.ndarray]) ->
     n_added = len(tokenizer.added_tokens_decoder)
     if largest >= vocab_size or (shard_vocab and not 0 <= vocab_size - shard_vocab <= n_added):
         raise common.UserError(
-            f"--data {data}: shards of a tokenizer of {shard_vocab or largest + 1:,} tokens, and the model's has "
-            f"{vocab_size:,}. Prepare the text with the model's own: python -m recipe.data.prepare --dataset_name TEXT "
-            "--tokenizer MODEL"
+            f"--data {data}: the shards' tokenizer has {shard_vocab or largest + 1:,} tokens, the model's "
+            f"{vocab_size:,}. Prepare the text with the model's tokenizer: python -m recipe.data.prepare "
+            "--dataset_name TEXT --tokenizer MODEL"
         )
-    # A copy of GPT-2's tokenizer in a directory has another digest than "gpt2".
+    # GPT-2's tokenizer in a directory has a digest other than "gpt2".
     if shard_digest and model_digest and shard_digest != model_digest:
         print(f"note: --data {data}: made with the tokenizer {shard_digest}, but the model's is {model_digest}")
         print("note: unless both give the same tokens, the loss is meaningless")
 
 
 def byte_lengths(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
-    """Bytes of text that each token id stands for, int64 (V,); special tokens stand for none.
+    """Bytes of text that each token id stands for, int64 (V,); 0 for special tokens.
 
     A byte-level BPE writes each byte as one character of a 256-letter alphabet (Radford et al. 2019, section 2.2), so
     a token's length in characters is its length in bytes; added tokens, such as runs of spaces, are plain text. Raises
@@ -78,7 +78,7 @@ def byte_lengths(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
     added_tokens = tokenizer.added_tokens_decoder
     tokens_by_id = {i: token for token, i in vocab.items() if i not in special_ids and i not in added_tokens}
     if not set("".join(tokens_by_id.values())) <= set(ByteLevel.alphabet()):
-        raise common.UserError("bits per byte need a byte-level BPE such as GPT-2's; this model's tokenizer is none")
+        raise common.UserError("bits per byte need a byte-level BPE such as GPT-2's; this model's is not one")
     lengths = np.zeros(max(vocab.values()) + 1, np.int64)
     for i, token in tokens_by_id.items():
         lengths[i] = len(token)
@@ -88,8 +88,8 @@ def byte_lengths(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
 
 
 def window_losses(loaded: common.Loaded, windows: Sequence[np.ndarray], batch_size: int, desc: str) -> list[float]:
-    """The summed negative log-likelihood of each window's tokens except the first, in nats, for `batch_size` windows at
-    a time; with `desc`, shows a progress bar."""
+    """The summed negative log-likelihood of each window's tokens after the first, in nats. Takes `batch_size` windows
+    at a time; with `desc`, shows a progress bar."""
     model, losses = loaded.lm, []
     batches = [windows[i : i + batch_size] for i in range(0, len(windows), batch_size)]
     for batch in progress_bar(batches, desc):
@@ -102,7 +102,7 @@ def window_losses(loaded: common.Loaded, windows: Sequence[np.ndarray], batch_si
 
 
 def summarize(loaded: common.Loaded, windows: list[np.ndarray], losses: list[float]) -> dict:
-    """{"loss": nats per token, "perplexity", "bits_per_byte", "windows", "tokens", "bytes"} of `window_losses`."""
+    """{"loss": nats per token, "perplexity", "bits_per_byte", "windows", "tokens", "bytes"} from `window_losses`."""
     lengths, total_nats = byte_lengths(loaded.tokenizer), sum(losses)
     tokens = sum(len(window) - 1 for window in windows)
     n_bytes = sum(int(lengths[window[1:]].sum()) for window in windows)
@@ -112,22 +112,22 @@ def summarize(loaded: common.Loaded, windows: list[np.ndarray], losses: list[flo
 
 
 def choose_windows(args: argparse.Namespace, loaded: common.Loaded) -> tuple[list[np.ndarray], dict]:
-    """The windows that the arguments ask for, and what the result records about them. Raises UserError."""
+    """The windows that the arguments select, and the fields that the result records about them. Raises UserError."""
     config = common.trainer_config(loaded.directory)
     length = args.sequence_length or config.get("sequence_length") or min(1024, loaded.n_positions)
     if not 2 <= length <= loaded.n_positions:
-        raise common.UserError(f"--sequence_length {length}: from 2 to {loaded.n_positions}, the model's positions")
+        raise common.UserError(f"--sequence_length {length}: must be from 2 to {loaded.n_positions} for this model")
     source = args.data or config.get("val_data") or config.get("dataset_name")
     if not source:
-        raise common.UserError("no data: the model names none in trainer_state.json. Use --data DIR")
+        raise common.UserError("no data: the model's trainer_state.json names none. Use --data DIR")
     if isinstance(source, list):  # a mixture
         first_name = source[0]["name"]
         raise common.UserError(f"the model was trained on {len(source)} data sets. Name one: --data {first_name}")
-    local_source = os.path.expanduser(source)  # a run writes ~ for the home
+    local_source = os.path.expanduser(source)  # trainer_state.json has ~ for the home directory
     windows, files = shard_windows(local_source, length)
     limit = args.limit_windows
     if not args.data and not limit and "eval_tokens" in config:
-        limit = max(1, config["eval_tokens"] // length)  # as many as each validation of the training
+        limit = max(1, config["eval_tokens"] // length)  # as many as a validation during training
     data_info = {"data": source, "files": files, "sequence_length": length, "limit_windows": args.limit_windows}
     data_info["of_windows"] = len(windows)
     check_tokens(local_source, loaded, windows[:limit])
@@ -136,14 +136,14 @@ def choose_windows(args: argparse.Namespace, loaded: common.Loaded) -> tuple[lis
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments that `choose_windows` reads."""
-    length = "predicted tokens a window (default: as in training)"
-    parser.add_argument("--data", help="directory or glob of shards (default: the training's validation shards)")
+    length = "predicted tokens per window (default: as in training)"
+    parser.add_argument("--data", help="directory or glob of shards (default: the training run's validation shards)")
     parser.add_argument("--sequence_length", type=common.positive_int, help=length)
     parser.add_argument("--limit_windows", type=common.positive_int, help="the first N windows only (default: all)")
 
 
 def scores_of(result: dict) -> list[dict]:
-    """The scores of the command's result, for the model card."""
+    """The result as scores for the model card."""
     limit, n_windows, n_available = result["limit_windows"], result["windows"], result["of_windows"]
     method = f"{result['tokens']:,} tokens, {result['sequence_length']:,} at once, in {result['dtype']}"
     method += f", the first {n_windows:,} of {n_available:,} windows" if n_windows < n_available else ""
@@ -153,7 +153,7 @@ def scores_of(result: dict) -> list[dict]:
 
 
 def main() -> None:
-    """Evaluates one model on shards, prints and writes the loss. Raises UserError."""
+    """Evaluates one model on shards, then prints and writes its loss. Raises UserError."""
     parser = common.parser("Loss, perplexity and bits per byte.", batch_size=8, batch_unit="windows")
     add_arguments(parser)
     args = parser.parse_args()

@@ -1,4 +1,4 @@
-"""The report's plots: matplotlib figures of one or several runs. A legend names only what is drawn."""
+"""The report's plots: matplotlib figures of one or more runs. A legend names only what is drawn."""
 
 from dataclasses import dataclass
 
@@ -14,13 +14,13 @@ from eval.scores import ci95
 from recipe.utils.units import si
 
 WIDTH = 7.6  # inches
-# Okabe and Ito's palette (jfly.uni-koeln.de/color), distinguishable with every kind of color blindness.
+# Okabe and Ito's palette (jfly.uni-koeln.de/color), distinguishable with any kind of color blindness.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 REFERENCE = {"color": "#333333", "linestyle": "--", "linewidth": 1.1, "zorder": 4, "gid": "reference"}
 OPENAI = {"color": "#222222", "linestyle": ":", "linewidth": 1.1, "gid": "openai"}
 TIMES = {"seconds": 1, "minutes": 60, "hours": 3600}
 TRAINING = {"tokens_per_second": "(b) tokens/s", "learning_rate": "(c) learning rate", "grad_norm": "(d) gradient norm"}
-# matplotlib's settings with which figures are drawn and saved.
+# matplotlib's settings for drawing and saving.
 RC_PARAMS = {
     "font.size": 9,
     "axes.titlesize": 9,
@@ -38,7 +38,7 @@ RC_PARAMS = {
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure with its caption; `name` is its file name."""
+    """A figure with its caption; `name` is the file name without its suffix."""
 
     name: str
     title: str
@@ -47,7 +47,7 @@ class Picture:
 
 
 def draw_pictures(runs: list[Run], references: list[Reference]) -> list[Picture]:
-    """All plots for which the runs have data; to be drawn and saved in RC_PARAMS."""
+    """All plots for which the runs have data. Call this and save the figures within RC_PARAMS."""
     plots = {"loss": (draw_loss, 2), "training": (draw_training, 4)}
     if any(len(run.series("hellaswag_llmc_acc_norm")[0]) for run in runs):
         plots["hellaswag"] = draw_hellaswag, 2
@@ -60,9 +60,9 @@ def draw_pictures(runs: list[Run], references: list[Reference]) -> list[Picture]
 
 
 def draw_loss(panels: np.ndarray, runs: list[Run], references: list[Reference]) -> tuple[str, str]:
-    """Training and validation loss against tokens: all, and the last four fifths. Returns title and caption."""
+    """Training and validation loss over tokens: the full run, and its last four fifths. Returns title and caption."""
     end = max(run.tokens for run in runs) or 1
-    tail_starts = [min(0.2 * end, 0.8 * run.tokens) for run in runs]  # of the second panel, where a short run is too
+    tail_starts = [min(0.2 * end, 0.8 * run.tokens) for run in runs]  # of the second panel, which shows short runs too
     full_axes, tail_axes = panels
     references = [r for r in references if end >= r.val_loss[1, 0]]
     openai = {(run.dataset, run.size): loss for run in runs if (loss := OPENAI_LOSS.get(run.dataset, {}).get(run.size))}
@@ -83,7 +83,7 @@ def draw_loss(panels: np.ndarray, runs: list[Run], references: list[Reference]) 
             axes.plot(val_x, val, "o-", label=f"{run.name}, validation", gid=f"{i}-val_loss", color=color)
             tail_losses += [*smooth(y)[x >= tail_starts[i]], *val[val_x >= tail_starts[i]]]
         _token_axis(axes)
-    full_axes.set(ylabel="loss (nats a token)", title="(a) full run, logarithmic")
+    full_axes.set(ylabel="loss (nats per token)", title="(a) full run, logarithmic")
     if logged_tokens := [x for run in runs for x in run.series("loss")[0]]:
         full_axes.set_xscale("log", nonpositive="mask")
         full_axes.xaxis.set_major_locator(LogLocator(subs=(1,) if end > 300 * min(logged_tokens) else (1, 2, 5)))
@@ -94,7 +94,7 @@ def draw_loss(panels: np.ndarray, runs: list[Run], references: list[Reference]) 
         margin = 0.05 * (max(tail_losses) - min(tail_losses)) + 0.01
         tail_axes.set_ylim(min(tail_losses) - margin, max(tail_losses) + margin)
     _legend(full_axes)
-    caption = "Loss in nats a token; faint: every line of the log; bold: their moving average."
+    caption = "Loss in nats per token; faint: every line of the log; bold: their moving average."
     for r in references:
         caption += f" Reference: {r.source}; validation on {r.validation}. Gray band: the expected deviation."
     for dataset in dict.fromkeys(dataset for dataset, _ in openai):
@@ -103,9 +103,9 @@ def draw_loss(panels: np.ndarray, runs: list[Run], references: list[Reference]) 
 
 
 def draw_training(panels: np.ndarray, runs: list[Run], _: list[Reference]) -> tuple[str, str]:
-    """The loss against the time, and how the run went. Returns title and caption."""
+    """The loss over time; speed, learning rate and gradient norm over tokens. Returns title and caption."""
     time_axes, *token_axes = panels
-    late_losses: list[float] = []  # losses after a twentieth of the time, which the first panel shows
+    late_losses: list[float] = []  # after a twentieth of the time: the first panel's range
     unit, seconds = [item for item in TIMES.items() if item[1] <= max(1, *(run.seconds for run in runs))][-1]
     for i, run in enumerate(runs):
         line = {"color": COLORS[i % len(COLORS)], "linewidth": 1.0}
@@ -115,7 +115,7 @@ def draw_training(panels: np.ndarray, runs: list[Run], _: list[Reference]) -> tu
             late_losses += y[x >= 0.05 * run.seconds].tolist()
         for axes, column in zip(token_axes, TRAINING, strict=True):
             axes.plot(*run.series(column), gid=f"{i}-{column}", **line)
-    time_axes.set(xlabel=f"{unit} of training", ylabel="loss (nats a token)", title="(a) loss by time")
+    time_axes.set(xlabel=f"{unit} of training", ylabel="loss (nats per token)", title="(a) loss by time")
     if late_losses:
         time_axes.set_ylim(min(late_losses) - 0.05, max(late_losses) + 0.05)
     for axes, title in zip(token_axes, TRAINING.values(), strict=True):
@@ -123,14 +123,14 @@ def draw_training(panels: np.ndarray, runs: list[Run], _: list[Reference]) -> tu
         axes.set_title(title)
         axes.set_ylim(bottom=0)
     _legend(time_axes)
-    caption = "The time is that of training, without validation and saving; with dots: the validation loss. (a) shows "
-    caption += "the losses after a twentieth of the time."
+    caption = "Time is training time, without validation and saving. Dots: the validation loss. (a) shows the losses "
+    caption += "after a twentieth of the time."
     return "Loss by time, speed, learning rate and gradient norm", caption
 
 
 def draw_hellaswag(panels: np.ndarray, runs: list[Run], references: list[Reference]) -> tuple[str, str]:
-    """acc_norm of the evaluations during training, one panel per scoring style, beside OpenAI's models of the runs'
-    sizes (else the smallest). Returns title and caption."""
+    """acc_norm during training, one panel per scoring style, beside OpenAI's models of the runs' sizes (by default the
+    smallest). Returns title and caption."""
     for axes, style in zip(panels, STYLES, strict=True):
         for i, run in enumerate(runs):
             x, accuracy = run.series(f"hellaswag_{style}_acc_norm")
@@ -145,7 +145,7 @@ def draw_hellaswag(panels: np.ndarray, runs: list[Run], references: list[Referen
             if accuracy := HELLASWAG[style].get(f"GPT-2 {size}, OpenAI", (None, None))[1]:
                 axes.axhline(accuracy, label=f"OpenAI's GPT-2 {size}", **OPENAI)
                 placement = {"transform": axes.get_yaxis_transform(), "ha": "right", "va": "bottom", "fontsize": 8}
-                axes.text(1, accuracy, f"{accuracy:.1%}", **placement)  # another in each panel
+                axes.text(1, accuracy, f"{accuracy:.1%}", **placement)  # differs between the panels
         axes.axhline(0.25, color="#666666", linewidth=0.8, label="chance")
         _token_axis(axes)
         axes.set_xlim(0, 1.04 * max(run.tokens for run in runs) or 1)
@@ -160,8 +160,8 @@ def draw_hellaswag(panels: np.ndarray, runs: list[Run], references: list[Referen
 
 
 def smooth(y: np.ndarray) -> np.ndarray:
-    """The mean over a fortieth of a curve's points around each, (N,) -> (N,); over fewer at the start, where a loss
-    falls steeply, and at the end."""
+    """Moving average over a fortieth of the points, (N,) -> (N,); over fewer at the start, where a loss falls steeply,
+    and at the end."""
     index = np.arange(len(y))
     half_width = np.minimum(index // 8, len(y) // 80)
     sums = np.concatenate([[0.0], np.cumsum(y)])

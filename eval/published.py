@@ -1,16 +1,16 @@
-"""What others published: HellaSwag accuracies, losses and training speeds, each with its source; none was measured
-here, and no page has a figure of others that is not here (tests/eval/test_published.py)."""
+"""Results published by others: HellaSwag accuracies, losses and training speeds, each with its source. None was
+measured here, and the docs quote no other project's figure that is not here (tests/eval/test_published.py)."""
 
 from typing import NamedTuple
 
 HELLASWAG_ROWS = 10_042  # of the validation split
 # (layers, width) of OpenAI's four models.
 SIZES = {(12, 768): "124M", (24, 1024): "350M", (36, 1280): "774M", (48, 1600): "1558M"}
-# How HellaSwag is scored: in the names of results and metrics, and for readers.
+# Scoring styles of HellaSwag: name in results and metrics -> name for readers.
 STYLES = {"llmc": "llm.c-style", "lmeval": "lm-eval-style"}
-# Its accuracies: name in results and metrics, and for readers.
-ACCURACIES = {f"{way}_{kind}": f"{kind}, {style}" for way, style in STYLES.items() for kind in ("acc", "acc_norm")}
-# For each scoring style: the model scored, and (acc, acc_norm) on all 10,042 rows; None if not published.
+# HellaSwag's accuracies: name in results and metrics -> name for readers.
+ACCURACIES = {f"{style}_{kind}": f"{kind}, {title}" for style, title in STYLES.items() for kind in ("acc", "acc_norm")}
+# Scoring style -> model -> (acc, acc_norm) on all 10,042 rows; None if not published.
 HELLASWAG = {
     "llmc": {
         "GPT-2 124M, OpenAI": (0.2859, 0.2955),
@@ -55,7 +55,7 @@ OPENAI_LOSS_SOURCE = {
 _TRACK_3 = "modded-nanogpt, records/track_3_optimization"
 _MARS = "README of AGI-Arena/MARS (4831e28, March 2026)"
 _JAX = "windmaple/LLM_from_scratch.JAX (adf0ede, November 2025), 02.GPT2-pretraining"
-# Validation losses in nats a token: data, model, run, billions of tokens, the loss after so many, source.
+# Validation losses in nats per token: data, model, run, billions of tokens, loss after that many, source.
 LOSSES = (
     ("FineWeb", "124M", "llm.c", "10.26", "3.2722", "KellerJordan/modded-nanogpt (f411b3d), 2024-10-13_llmc"),
     ("FineWeb", "124M", "llm.c, run by S. Emani", "10.25", "3.2731", "SiddanthEmani/GPT-2-124M-CUDA, its log"),
@@ -82,8 +82,8 @@ LOSSES = (
 
 
 class Speed(NamedTuple):
-    """What `run`, a key of SPEED_SOURCES, reports of GPT-2 of a size in SIZES, on `count` of a device, called as in
-    recipe.engine.hardware.DEVICES if it is one of those."""
+    """The training speed that `run`, a key of SPEED_SOURCES, reports for GPT-2 of a size in SIZES on `count` devices.
+    `device` is the name in recipe.engine.hardware.DEVICES if it is one of those."""
 
     run: str
     setup: str
@@ -93,8 +93,8 @@ class Speed(NamedTuple):
     tokens_per_second: float
 
 
-# For the scoreboard, not for plans: the rows of a source on the way to its best, each on top of those above it, one
-# sequence at once if no batch is named.
+# Each source's steps on the way to its best speed, for the scoreboard but not for estimates: a row adds its change to
+# those of the rows above, with a batch of one sequence if none is named.
 SLOWER = (
     Speed("the scaling journal", "fp32, on the CPU", 1, "M3", "124M", 645),
     Speed("the scaling journal", "fp32, on the GPU, by MPS", 1, "M3", "124M", 1_149),
@@ -120,7 +120,7 @@ SLOWER = (
     Speed("the video", "DDP, as the Kaggle notebook quotes it", 8, "A100", "124M", 1_242_000),
     Speed("a Kaggle notebook", "fp32", 2, "T4", "124M", 7_400),
 )
-# The best of a run on a device: what plans take, too.
+# The best speed of a source on a device, for estimates too.
 SPEEDS = (
     Speed("the scaling journal", "batch of 64", 1, "H100", "124M", 349_179),
     Speed("the scaling journal", "64 of 512 a step", 1, "H100", "124M", 418_821),

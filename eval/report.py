@@ -1,6 +1,6 @@
-"""Does my loss look right? Plots and a page about one or several runs: `python -m eval.report [RUN ...] [--out DIR]`.
+"""Does my loss look right? Plots and a page about one or more runs: `python -m eval.report [RUN ...] [--out DIR]`.
 
-Writes report.html, which is self-contained, and each plot as a PNG, by metrics.jsonl and the checkpoints' results.
+Writes report.html, which is self-contained, and each plot as a PNG, from metrics.jsonl and the checkpoints' results.
 """
 
 import base64
@@ -25,15 +25,15 @@ LABELS = {"good": "ok", "bad": "look", "note": "note"}
 
 
 def main() -> None:
-    """Writes the report of one run or several and prints the findings. Raises UserError."""
-    parser = ArgumentParser(description="Pictures and a page of one training run or several.")
+    """Writes the report of one or more runs and prints the findings. Raises UserError."""
+    parser = ArgumentParser(description="Plots and a page about one or more training runs.")
     parser.add_argument("runs", nargs="*", metavar="RUN", help="run directories (default: the newest under runs/)")
     parser.add_argument("--out", type=Path, help="directory of report.html and the PNGs (default: RUN/report)")
     args = parser.parse_args()
     runs = [read_run(path) for path in args.runs or [newest_run()]]
     out = (args.out or runs[0].directory / "report").expanduser()
     if out.exists() and not out.is_dir():
-        raise common.UserError(f"--out {out}: this is a file. Name a directory")
+        raise common.UserError(f"--out {out}: is a file. Name a directory")
     out.mkdir(parents=True, exist_ok=True)
     for run, findings in zip(runs, write_report(runs, out), strict=True):
         print(run.name)
@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def write_report(runs: list[Run], out: Path, dpi: int = 150) -> list[list[Finding]]:
-    """Writes the page and its pictures into a directory; returns the findings of each run."""
+    """Writes the page and its plots into a directory; returns the findings of each run."""
     references = load_references()
     findings = [diagnose(run, references) for run in runs]
     comparable = [r for r in references if any(find_reference(run, [r]) and not r.differences(run) for run in runs)]
@@ -66,7 +66,7 @@ def write_report(runs: list[Run], out: Path, dpi: int = 150) -> list[list[Findin
 
 
 def summarize(runs: list[Run]) -> list[list[str]]:
-    """The table, one row per quantity and one column per run; quantities that no run has are not shown."""
+    """The table: one row per quantity, one column per run. Quantities that no run has are not shown."""
     columns = []
     for run in runs:
         rate, mfu, memory = (run.series(column)[1] for column in ("tokens_per_second", "mfu", "peak_memory_bytes"))

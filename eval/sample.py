@@ -1,6 +1,6 @@
 """Text from a model: `python -m eval.sample MODEL --prompt "..."`, through transformers' generate.
 
-Sample i (from 0) is drawn with seed + i, however many samples there are, and is printed while it is drawn.
+Sample i (from 0) is drawn with seed + i, whatever the number of samples, and is printed while it is drawn.
 `--interactive` continues each line of input.
 """
 
@@ -18,8 +18,8 @@ from eval import common
 def generate(loaded: common.Loaded, prompt: str, args: argparse.Namespace) -> list[str]:
     """`args.num_samples` continuations, each printed after the prompt while it is drawn.
 
-    A prompt that leaves at least one position is used in full and followed by as many tokens as fit; a longer prompt is
-    cut at its beginning to make room for all new tokens. Both cases print a note.
+    A prompt that leaves at least one position is used in full and followed by as many tokens as fit. A longer prompt is
+    truncated on the left to make room for all new tokens. Both cases print a note.
     """
     tokenizer, positions = loaded.tokenizer, loaded.n_positions
     prompt_ids = tokenizer.encode(prompt, add_special_tokens=False, verbose=False) or [tokenizer.eos_token_id]
@@ -29,8 +29,8 @@ def generate(loaded: common.Loaded, prompt: str, args: argparse.Namespace) -> li
     if n_new < args.max_new_tokens:
         print(f"note: {n_new} new tokens instead of {args.max_new_tokens}: the model has {positions} positions")
     if len(context_ids) < len(prompt_ids):
-        print(f"note: of the prompt's {len(prompt_ids)} tokens the last {len(context_ids)} are used: no more positions")
-    loaded.model.generation_config = GenerationConfig()  # or its own fill what is not named here: do_sample, penalties
+        print(f"note: only the last {len(context_ids)} of the prompt's {len(prompt_ids)} tokens fit")
+    loaded.model.generation_config = GenerationConfig()  # otherwise the model's do_sample and penalties apply
     options = {"max_new_tokens": n_new, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.eos_token_id}
     if args.temperature:
         options |= {"do_sample": True} | {key: getattr(args, key) for key in ("temperature", "top_k", "top_p")}
@@ -54,10 +54,10 @@ def generate(loaded: common.Loaded, prompt: str, args: argparse.Namespace) -> li
 
 
 def interact(loaded: common.Loaded, args: argparse.Namespace) -> None:
-    """Continue each line of stdin until it ends. The seed advances, so a repeated line gets another continuation."""
-    print("Each line is a prompt, which the model continues: it was trained on text and does not answer questions.")
+    """Continues each line of stdin until it ends. The seed advances, so a repeated line gets another continuation."""
+    print("Each line is a prompt that the model continues: it was trained on text and does not answer questions.")
     if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(errors="replace")  # as common.utf8
+        sys.stdin.reconfigure(errors="replace")  # as in common.utf8
     terminal = sys.stdin.isatty()
     if terminal:
         print("Ctrl-C stops a text; Ctrl-D or Ctrl-C at the prompt ends.")
@@ -72,18 +72,18 @@ def interact(loaded: common.Loaded, args: argparse.Namespace) -> None:
 
 
 def arguments() -> argparse.ArgumentParser:
-    """The parser of this command's flags."""
+    """The command's parser."""
     parser = common.parser("Text from a model.")
     parser.add_argument("--prompt", type=common.utf8, help='default "The"; "" starts from <|endoftext|>')
-    parser.add_argument("--interactive", action="store_true", help="continue what you type, or what is piped in")
+    parser.add_argument("--interactive", action="store_true", help="continue each line of input, typed or piped")
     parser.add_argument("--max_new_tokens", type=common.positive_int, default=100)
     parser.add_argument("--temperature", type=float, default=0.8, help="0 always takes the likeliest token")
-    parser.add_argument("--top_k", type=int, default=50, help="likeliest tokens to draw from; 0 is all")
+    parser.add_argument("--top_k", type=int, default=50, help="number of likeliest tokens to draw from; 0 is all")
     parser.add_argument(
         "--top_p", type=float, default=1.0, help="draw from the smallest set of tokens with at least this probability"
     )
     parser.add_argument("--num_samples", type=common.positive_int, default=1)
-    parser.add_argument("--seed", type=int, default=42, help="of the first sample; the next one takes the next number")
+    parser.add_argument("--seed", type=int, default=42, help="of the first sample; each further one adds 1")
     return parser
 
 
@@ -91,7 +91,7 @@ def main() -> None:
     """Prints and writes samples, or starts the interactive loop. Raises UserError."""
     args = arguments().parse_args()
     if args.temperature < 0 or args.top_k < 0 or not 0 < args.top_p <= 1:
-        raise common.UserError("--temperature and --top_k must not be negative, --top_p lies in (0, 1]")
+        raise common.UserError("--temperature and --top_k must not be negative, and --top_p must lie in (0, 1]")
     if args.interactive and (args.prompt is not None or args.output):
         conflicting_flag = "output" if args.output else "prompt"
         raise common.UserError(f"--interactive reads its prompts and writes no results: remove --{conflicting_flag}")

@@ -2,7 +2,7 @@
 model card and the report show them.
 
 A score is a dict of EvalResult's fields and three more: "how" it was measured, in words; "ci95", half the width of its
-95 % interval, or None; and "complete", whether the full data set was evaluated rather than a part for a quick look.
+95 % interval, or None; and "complete", whether it is on the full data set rather than a part.
 """
 
 import math
@@ -13,20 +13,20 @@ _HELLASWAG = {"dataset_type": "Rowan/hellaswag", "dataset_name": "HellaSwag", "d
 
 
 def score(dataset: dict, metric: tuple[str, str], value: float, method: str, **fields) -> dict:
-    """One score; `metric` is its name on the Hub and its name for readers, `more` are further fields."""
+    """One score; `metric` is its name on the Hub and its name for readers, `fields` are more fields."""
     metric_type, metric_name = metric
     metric_fields = {"metric_type": metric_type, "metric_name": metric_name, "metric_value": value, "how": method}
     return {"task_type": "text-generation"} | dataset | metric_fields | {"ci95": None, "complete": True} | fields
 
 
 def text_dataset(name: str) -> dict:
-    """The data set of a score on local text or shards, named without directories, which are private."""
-    # The name is the config too, since huggingface_hub groups scores by everything but the data set's name.
+    """The data set of a score on local text or shards; `name` has no directories, which are private."""
+    # The name is also the config, since huggingface_hub groups scores by everything but the data set's name.
     return {"dataset_type": "text", "dataset_name": name, "dataset_config": name}
 
 
 def hellaswag_scores(accuracies: dict[str, float | None], rows: int, method: str, when: str = "") -> list[dict]:
-    """The scores of the first `rows` rows, from the values of ACCURACIES that were measured."""
+    """The scores on the first `rows` rows, from those of ACCURACIES that were measured."""
     complete = rows >= HELLASWAG_ROWS
     count = f"{rows:,} rows" if complete else f"the first {rows:,} of {HELLASWAG_ROWS:,} rows"
     scores = []
@@ -43,8 +43,8 @@ def ci95(p: float, n: int) -> float:
 
 
 def merged(previous: list[dict], new: list[dict]) -> list[dict]:
-    """Scores of a model, where those that measure the same are there once: the newer, but none of a part of the data
-    set in place of one of all of it."""
+    """A model's previous and new scores, one for each measurement: the new one, unless it is on a part of the data and
+    the previous one is complete."""
     scores = {_identity(entry): entry for entry in previous}
     for entry in new:
         if entry["complete"] or not scores.get(_identity(entry), entry)["complete"]:
@@ -63,13 +63,13 @@ def all_scores(results: dict) -> list[dict]:
 
 
 def table_row(score: dict) -> tuple[str, str, str, str]:
-    """A score as a row of a table: (data, metric, value, how)."""
+    """A score as a table row: (data, metric, value, how)."""
     data = ", ".join(filter(None, (score["dataset_name"], score.get("dataset_split"))))
     interval = "" if score["ci95"] is None else f" ± {score['ci95']:.4f}"
     return data, score["metric_name"], f"{score['metric_value']:.4f}{interval}", score["how"]
 
 
 def comparison_row(row: dict) -> tuple[str, str, str, str]:
-    """A row of eval/compare.py as a row of a table: (metric, ours, theirs, difference with its interval)."""
+    """A row of eval/compare.py as a table row: (metric, ours, theirs, difference with its interval)."""
     difference = "{:+.4f}  [{:+.4f}, {:+.4f}]".format(row["difference"], *row["ci95"])
     return row["metric"], f"{row['ours']:.4f}", f"{row['theirs']:.4f}", difference

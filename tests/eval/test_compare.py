@@ -61,7 +61,7 @@ def test_without_the_runs_data_the_rest_is_compared(model_dir, shards, tiny_gpt2
     short.tokenizer.save_pretrained(tmp_path / "short")
     long = ("--data", shards, "--sequence_length", 64, "--output", output)
     for both in ((model_dir, "--other", tmp_path / "short"), (tmp_path / "short", "--other", model_dir)):
-        with pytest.raises(common.UserError, match="--sequence_length 64: from 2 to 32"):
+        with pytest.raises(common.UserError, match="--sequence_length 64: must be from 2 to 32"):
             command(compare, *both, *long)
 
 

@@ -79,7 +79,7 @@ def test_shards_equal_the_models_own_loss(model_dir, loaded, tmp_path, command, 
         command(perplexity, name, "--limit_windows", 1)
         again = json.loads((name / "results.json").read_text())["perplexity"]
         assert (again["windows"], again["scores"]) == (1, result["scores"])
-        assert "keeps what was measured before" in capsys.readouterr().out
+        assert "keeps earlier scores" in capsys.readouterr().out
         name.rename("step_00000020")
 
 
@@ -106,11 +106,11 @@ def test_a_look_at_a_part_replaces_no_result_of_all_and_another_task_none(tmp_pa
     assert write("arc", 0.2, False) == {"arc": 0.2}
     assert write("arc", 0.3, True) == {"arc": 0.3}
     assert write("arc", 0.4, False) == {"arc": 0.3}
-    assert "keeps what was measured before" in capsys.readouterr().out
+    assert "keeps earlier scores" in capsys.readouterr().out
     assert write("piqa", 0.5, True) == {"arc": 0.3, "piqa": 0.5}
     assert write("arc", 0.6, True) == {"arc": 0.6, "piqa": 0.5}
     assert write("arc", 0.1, False, "b") == {"arc": 0.1}
-    assert "note: replaces what" in capsys.readouterr().out
+    assert "note: replacing the results of a in" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("kind", ["bert", "bloom"])
@@ -125,7 +125,7 @@ def test_models_that_are_not_gpt2_are_scored_or_refused(kind, model_dir, tmp_pat
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(model_dir).save_pretrained(tmp_path)
     if kind == "bert":
-        with pytest.raises(common.UserError, match="no causal language model; its bert sees the tokens that follow"):
+        with pytest.raises(common.UserError, match="not a causal language model: bert attends to later tokens"):
             load(tmp_path)
         return
     loaded = load(tmp_path)
@@ -147,8 +147,8 @@ def test_temperature_0_takes_the_likeliest_whatever_the_model_would_do(loaded, m
 @pytest.mark.parametrize(
     ("largest", "manifest", "said"),
     [
-        (4095, {"vocab_size": 4096}, "of a tokenizer of 4,096 tokens, and the model's has 50,257"),
-        (60_000, {"shards": []}, "of a tokenizer of 60,001 tokens"),
+        (4095, {"vocab_size": 4096}, "tokenizer has 4,096 tokens, the model's 50,257"),
+        (60_000, {"shards": []}, "tokenizer has 60,001 tokens"),
     ],
 )
 def test_shards_of_another_tokenizer_are_refused(model_dir, tmp_path, command, largest, manifest, said):
@@ -221,11 +221,11 @@ def test_a_prompt_that_fits_is_used_whole_and_another_loses_its_beginning(loaded
     words = [f" {word}" for word in ("one", "two", "three", "four") * 25]
     flags = ["--max_new_tokens", "4", "--temperature", "0"]
     long, screen = sampled(loaded, capsys, *flags, prompt="".join(words))
-    assert "of the prompt's 100 tokens the last 60 are used" in screen
+    assert "only the last 60 of the prompt's 100 tokens fit" in screen
     assert long == sampled(loaded, capsys, *flags, prompt="".join(words[-60:]))[0]
     flags[1] = "50"
     text, screen = sampled(loaded, capsys, *flags, prompt="".join(words[:60]))
-    assert "tokens the last" not in screen
+    assert "only the last" not in screen
     assert "note: 4 new tokens instead of 50: the model has 64 positions" in screen
     assert text == sampled(loaded, capsys, "--temperature", "0", "--max_new_tokens", "4", prompt="".join(words[:60]))[0]
 
@@ -386,7 +386,7 @@ def test_an_end_that_is_no_mistake_of_ours_is_no_traceback(raised, code, said, c
     [
         (hellaswag, ["runs/absent"], "runs/absent"),
         (perplexity, ["MODEL"], "--data DIR"),
-        (perplexity, ["MODEL", "--sequence_length", "65"], "from 2 to 64"),
+        (perplexity, ["MODEL", "--sequence_length", "65"], "must be from 2 to 64"),
         (sample, ["MODEL", "--top_p", "0"], "--top_p"),
         (sample, ["MODEL", "--output", "absent/results.json"], "absent: not a directory"),
     ],

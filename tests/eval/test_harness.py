@@ -61,12 +61,12 @@ def test_agrees_with_our_own(whole_run, tmp_path, command, capfd):
 
 def test_what_cannot_be_run_is_said(model_dir, command, monkeypatch, tmp_path, capsys):
     needs_lm_eval()
-    with pytest.raises(common.UserError, match="--tasks no_such: lm-eval has none of this name"):
+    with pytest.raises(common.UserError, match="--tasks no_such: lm-eval has no such task"):
         command(harness, model_dir, "--tasks", "no_such,hellaswag")
     with pytest.raises(SystemExit):  # without a network
         common.run_main(lambda: command(harness, model_dir, "--tasks", "lambada_openai"))
     assert re.fullmatch("error: .*lambada_openai.*\n", capsys.readouterr().err)
-    with pytest.raises(common.UserError, match="--tasks: names none"):
+    with pytest.raises(common.UserError, match="--tasks names no task"):
         command(harness, "--tasks", " , ")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(common.UserError, match=r"lm-eval is not installed: pip install -e '.\[eval\]'"):

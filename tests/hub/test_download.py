@@ -52,6 +52,6 @@ def test_a_hub_that_drips_is_not_waited_for(who, hub, monkeypatch, caplog, capsy
     assert time.monotonic() - begun < 10
     assert "no complete answer in 0.5 s" in said or "the Hub does not answer" in said
     if who == "an evaluation":
-        assert "acme/gpt2 is not a directory here: asking the Hub for it" in capsys.readouterr().out
+        assert "acme/gpt2 is not a local directory: looking for it on the Hub" in capsys.readouterr().out
         assert said.endswith("MODEL=runs/NAME")
     server.close()
