@@ -27,19 +27,19 @@ FLASH, CUDNN, EFFICIENT = SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION
 KERNELS = {"chosen": [FLASH, CUDNN, EFFICIENT, SDPBackend.MATH], "flash": FLASH, "cudnn": CUDNN, "efficient": EFFICIENT}
 
 
-def seconds(work: Callable[[], object], least: float = 0.2) -> float:
+def seconds(work: Callable[[], object], min_seconds: float = 0.2) -> float:
     """Of a call on the device: the median of groups that take some milliseconds each, over `least` seconds."""
-    wait = torch.accelerator.synchronize if device().type != "cpu" else lambda: None
+    synchronize = torch.accelerator.synchronize if device().type != "cpu" else lambda: None
     for _ in range(3):
         work()
-    times, ends = [], time.perf_counter() + least
-    while not times or time.perf_counter() < ends:
-        wait()
-        begun = time.perf_counter()
+    times, deadline = [], time.perf_counter() + min_seconds
+    while not times or time.perf_counter() < deadline:
+        synchronize()
+        start = time.perf_counter()
         for _ in range(5):
             work()
-        wait()
-        times.append((time.perf_counter() - begun) / 5)
+        synchronize()
+        times.append((time.perf_counter() - start) / 5)
     return statistics.median(times)
 
 
@@ -94,14 +94,14 @@ def main(argv: list[str]) -> int:
     m, length, B = config.model, config.data.sequence_length, arguments.micro_batch_size
     precision = hardware.resolve_precision("auto", cpu=on_cpu)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
-    numbers = torch.empty(2**26 if on_cpu else 2**29, dtype=torch.uint8, device=device())
+    buffer = torch.empty(2**26 if on_cpu else 2**29, dtype=torch.uint8, device=device())
     vocab_size = -(-m.vocab_size // 128) * 128
     results = report.circumstances() | {"idle": hardware.nvidia_smi(*SMI)}
     with torch.no_grad():
         results["flops"] = products(B * length, m.n_embd, vocab_size, dtype)
         if device().type == "cuda":
             results["busy"] = busy(B * length, m.n_embd, vocab_size, dtype)
-        results["copied_bytes_per_second"] = 2 * numbers.nbytes / seconds(numbers.clone)
+        results["copied_bytes_per_second"] = 2 * buffer.nbytes / seconds(buffer.clone)
     results["attention_ms"] = attention((B, m.n_head, length, m.n_embd // m.n_head), dtype)
     report.write(results, Path(arguments.out) / "ceiling.json")
     for name, value in results.items():

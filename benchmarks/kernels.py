@@ -17,7 +17,7 @@ from recipe import train
 from recipe.config import parse_config
 from recipe.utils.errors import ArgumentParser
 
-SKIPPED, STEPS = 6, 10  # steps before those that are profiled, in which programs compile; and these
+WARMUP_STEPS, PROFILED_STEPS = 6, 10  # steps before those that are profiled, in which programs compile; and these
 
 
 class Enough(Exception):
@@ -47,35 +47,36 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def kernels(sizes: dict, flags: list[str], other: str) -> list[tuple[str, float, float]]:
+def kernels(sizes: dict, flags: list[str], peer_kind: str) -> list[tuple[str, float, float]]:
     """Name, launches and milliseconds of each kernel in a step, the longest first."""
     activity = ProfilerActivity.CPU if device().type == "cpu" else ProfilerActivity.CUDA
-    profiler, taken = profile(activities=[activity], acc_events=True), 0
+    profiler, steps_taken = profile(activities=[activity], acc_events=True), 0
 
-    def count(*_) -> None:
-        nonlocal taken
-        taken += 1
-        if taken in (SKIPPED, SKIPPED + STEPS) and activity == ProfilerActivity.CUDA:
+    def after_step(*_) -> None:
+        nonlocal steps_taken
+        steps_taken += 1
+        if steps_taken in (WARMUP_STEPS, WARMUP_STEPS + PROFILED_STEPS) and activity == ProfilerActivity.CUDA:
             torch.cuda.synchronize()
-        if taken == SKIPPED:
+        if steps_taken == WARMUP_STEPS:
             profiler.start()
-        elif taken == SKIPPED + STEPS:
+        elif steps_taken == WARMUP_STEPS + PROFILED_STEPS:
             profiler.stop()
             raise Enough
 
     with shards() as directory:
         fields = FIELDS | sizes | {"dataset_name": directory / "shards", "output_dir": directory / "run"}
-        words = [*(f"--{name}={value}" for name, value in fields.items()), *flags]
-        hook = register_optimizer_step_post_hook(count)
+        train_args = [*(f"--{name}={value}" for name, value in fields.items()), *flags]
+        hook = register_optimizer_step_post_hook(after_step)
         try:
             with suppress(Enough):
-                if other:
+                if peer_kind:
                     torch.set_float32_matmul_precision("high")
-                    peer.bare_loop(parse_config(words), other)
+                    peer.bare_loop(parse_config(train_args), peer_kind)
                 else:
-                    train.main(words)
+                    train.main(train_args)
         finally:
             hook.remove()
-    time = f"self_{'cpu' if activity == ProfilerActivity.CPU else 'device'}_time_total"  # microseconds
-    found = [(e.key, e.count / STEPS, getattr(e, time) / 1e3 / STEPS) for e in profiler.key_averages()]
-    return sorted((row for row in found if row[2]), key=lambda row: -row[2])
+    attribute = f"self_{'cpu' if activity == ProfilerActivity.CPU else 'device'}_time_total"  # microseconds
+    events = profiler.key_averages()
+    rows = [(e.key, e.count / PROFILED_STEPS, getattr(e, attribute) / 1e3 / PROFILED_STEPS) for e in events]
+    return sorted((row for row in rows if row[2]), key=lambda row: -row[2])

@@ -28,9 +28,9 @@ from recipe.config import ROOT
 from recipe.utils.checkpoints import read_metrics
 from recipe.utils.errors import ArgumentParser, ExitCode, UserError
 
-SAME = 0.005  # nats per token: too small to tell runs apart, about the standard deviation over seeds
+MIN_GAIN = 0.005  # nats per token: too small to tell runs apart, about the standard deviation over seeds
 LENGTHS = (0.2, 0.3, 0.4, 0.5, 0.7, 1.0)  # of Muon's runs, as shares of AdamW's steps
-TUNED_AT = 0.5  # the length at which Muon is tuned
+TUNING_LENGTH = 0.5  # the length at which Muon is tuned
 Fields = dict[str, float]
 Curve = list[tuple[int, float]]  # tokens, validation loss
 
@@ -114,7 +114,7 @@ class Runs:
         self.name, self.results, self._path = name, results, path
         self.size = replace(SIZES[name], steps=arguments.steps or SIZES[name].steps)
         self._data = {"dataset_name": arguments.dataset_name, "tokenizer": arguments.tokenizer}
-        self._directory, self._ends = Path(arguments.runs), time.monotonic() + 60 * arguments.minutes
+        self._directory, self._deadline = Path(arguments.runs), time.monotonic() + 60 * arguments.minutes
 
     def curve(self, optimizer: str, fields: Fields, seed: int, share: float) -> Curve:
         """Validation losses of a run with this share of the steps. Raises TimeUp."""
@@ -133,16 +133,16 @@ class Runs:
 
     def final(self, optimizer: str, fields: Fields) -> float:
         """The last loss, with the first seed, of a run as long as those by which the optimizer is tuned."""
-        share = TUNED_AT if optimizer == "muon" else 1.0
+        share = TUNING_LENGTH if optimizer == "muon" else 1.0
         return mean_end([self.curve(optimizer, fields, self.size.seeds[0], share)])
 
     def _train(self, optimizer: str, fields: Fields, run: dict) -> None:
-        if (left := self._ends - time.monotonic()) < 60:
+        if (seconds_left := self._deadline - time.monotonic()) < 60:
             raise TimeUp
         steps, warmup = run["max_steps"], round(run["max_steps"] * fields["warmup"])
         flags = self.size.recipe | SCHEDULE | self._data | fields | run | {"optim": optimizer, "warmup_steps": warmup}
         flags |= {"config": "recipe/configs/gpt2.yaml", "streaming": False, "save_total_limit": 1}
-        flags |= dict.fromkeys(("save_steps", "eval_steps"), max(1, steps // 5)) | {"max_hours": left / 3600}
+        flags |= dict.fromkeys(("save_steps", "eval_steps"), max(1, steps // 5)) | {"max_hours": seconds_left / 3600}
         flags |= dict.fromkeys(("milestone_steps", "hellaswag_steps", "sample_steps"), 0)
         del flags["warmup"]
         command = [sys.executable, ROOT / "recipe/train.py", *(f"--{name}={value}" for name, value in flags.items())]
@@ -160,17 +160,17 @@ def mean_end(curves: list[Curve]) -> float:
 
 def tune(runs: Runs, optimizer: str) -> Fields:
     """Searches for fields from which no single step lowers the loss by more than SAME."""
-    best = runs.size.start[optimizer]
-    moved = True
-    while moved:
-        moved = False
+    fields = runs.size.start[optimizer]
+    improved = True
+    while improved:
+        improved = False
         for name, values in runs.size.search.get(optimizer, {}).items():
             for step in (1, -1):
-                while (value := neighbor(best[name], values, step)) is not None:
-                    if runs.final(optimizer, best | {name: value}) > runs.final(optimizer, best) - SAME:
+                while (value := neighbor(fields[name], values, step)) is not None:
+                    if runs.final(optimizer, fields | {name: value}) > runs.final(optimizer, fields) - MIN_GAIN:
                         break
-                    best, moved = best | {name: value}, True
-    return best
+                    fields, improved = fields | {name: value}, True
+    return fields
 
 
 def neighbor(value: float, values: tuple[float, ...], step: int) -> float | None:
@@ -184,9 +184,9 @@ def neighbor(value: float, values: tuple[float, ...], step: int) -> float | None
 def share_of_tokens(ends: dict[float, float], loss: float) -> float | None:
     """The share of the tokens that reaches this loss, given `ends`, losses by share: interpolated linearly in the
     logarithm of the length between the two lengths around it. None if it lies outside them."""
-    for (few, high), (many, low) in itertools.pairwise(sorted(ends.items())):
+    for (shorter, high), (longer, low) in itertools.pairwise(sorted(ends.items())):
         if low <= loss <= high:
-            return few * (many / few) ** ((high - loss) / (high - low))
+            return shorter * (longer / shorter) ** ((high - loss) / (high - low))
     return None
 
 
@@ -194,33 +194,33 @@ def compare(runs: Runs) -> dict:
     """Tunes both optimizers, and finds the share of AdamW's tokens that Muon needs."""
     best = {optimizer: tune(runs, optimizer) for optimizer in runs.size.start}
 
-    def of_seeds(optimizer: str, length: float) -> list[Curve]:
+    def curves_of_seeds(optimizer: str, length: float) -> list[Curve]:
         return [runs.curve(optimizer, best[optimizer], seed, length) for seed in runs.size.seeds]
 
-    curves = {"AdamW": of_seeds("adamw", 1.0)}
-    loss, ends, share = mean_end(curves["AdamW"]), {}, None
-    length: float | None = TUNED_AT
+    curves = {"AdamW": curves_of_seeds("adamw", 1.0)}
+    loss, end_losses, share = mean_end(curves["AdamW"]), {}, None
+    length: float | None = TUNING_LENGTH
     while length and not share:
-        found = of_seeds("muon", length)
-        curves[f"Muon, {length:g} of the tokens"], ends[length] = found, mean_end(found)
-        share = share_of_tokens(ends, loss)
-        length = neighbor(length, LENGTHS, -1 if ends[length] <= loss else 1)
+        seed_curves = curves_of_seeds("muon", length)
+        curves[f"Muon, {length:g} of the tokens"], end_losses[length] = seed_curves, mean_end(seed_curves)
+        share = share_of_tokens(end_losses, loss)
+        length = neighbor(length, LENGTHS, -1 if end_losses[length] <= loss else 1)
     result = {"size": runs.name, "steps": runs.size.steps, "best": best, "curves": curves, "share_of_tokens": share}
     if len(runs.size.seeds) > 1:  # the standard deviation of a run's last loss over the seeds
-        variances = [statistics.variance(curve[-1][1] for curve in found) for found in curves.values()]
+        variances = [statistics.variance(curve[-1][1] for curve in seed_curves) for seed_curves in curves.values()]
         result["seed_noise"] = statistics.mean(variances) ** 0.5
     return result
 
 
-def lines(r: dict) -> list[str]:
+def lines(result: dict) -> list[str]:
     """A size's result, in words."""
-    size, share = f"{r['size']}, {r['steps']:,} steps", r["share_of_tokens"]
-    out = [f"{size}: {optimizer} {fields}" for optimizer, fields in r["best"].items()]
-    for name, found in r["curves"].items():
-        out.append(f"{size}: {name}: {' and '.join(f'{curve[-1][1]:.3f}' for curve in found)}")
-    at = f"{share:.2f}" if share else "none of these shares"
-    noise = f"; a seed moves a loss by {r['seed_noise']:.3f}" if "seed_noise" in r else ""
-    return [*out, f"{size}: Muon has AdamW's loss at {at} of its tokens{noise}"]
+    size, share = f"{result['size']}, {result['steps']:,} steps", result["share_of_tokens"]
+    sentences = [f"{size}: {optimizer} {fields}" for optimizer, fields in result["best"].items()]
+    for name, curves in result["curves"].items():
+        sentences.append(f"{size}: {name}: {' and '.join(f'{curve[-1][1]:.3f}' for curve in curves)}")
+    needed_share = f"{share:.2f}" if share else "none of these shares"
+    noise = f"; a seed moves a loss by {result['seed_noise']:.3f}" if "seed_noise" in result else ""
+    return [*sentences, f"{size}: Muon has AdamW's loss at {needed_share} of its tokens{noise}"]
 
 
 def main(argv: list[str]) -> int:
@@ -235,15 +235,15 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--out", default="bench", help="directory of the results, and of those to go on from")
     arguments = parser.parse_args(argv)
     path = Path(arguments.out) / "optimizers.json"
-    earlier = json.loads(path.read_text())["runs"] if path.exists() else {}
-    found: list[dict] = []
-    results = report.circumstances() | {"sizes": found, "runs": earlier}
+    finished_runs = json.loads(path.read_text())["runs"] if path.exists() else {}
+    size_results: list[dict] = []
+    results = report.circumstances() | {"sizes": size_results, "runs": finished_runs}
     for size in arguments.sizes:
         try:
-            found.append(compare(Runs(size, arguments, results, path)))
+            size_results.append(compare(Runs(size, arguments, results, path)))
         except TimeUp:
             print(f"the time is up; the same command goes on with what is in {path} and {arguments.runs}")
             return ExitCode.RUN_AGAIN
         report.write(results, path)
-    print("\n" + "\n".join(line for r in found for line in lines(r)))
+    print("\n" + "\n".join(line for result in size_results for line in lines(result)))
     return 0

@@ -39,36 +39,36 @@ class Log:
         directory.mkdir(parents=True)
         self._file = open(directory / "metrics.jsonl", "w", buffering=1)  # noqa: SIM115, as long as the program runs
         self._step, self._step_tokens = 0, config.optimizer.total_batch_tokens
-        self._begun = time.perf_counter()
+        self._step_start = time.perf_counter()
 
     def end_step(self, loss: torch.Tensor) -> None:
         """Waits for the device, as recipe/train.py does at a step that it logs."""
         value, now = loss.item(), time.perf_counter()
         self._step += 1
-        line = {"step": self._step, "loss": value, "tokens_per_second": self._step_tokens / (now - self._begun)}
+        line = {"step": self._step, "loss": value, "tokens_per_second": self._step_tokens / (now - self._step_start)}
         line["peak_memory_bytes"] = hardware.peak_memory(device())
         self._file.write(json.dumps(line) + "\n")
-        self._begun = now
+        self._step_start = now
 
 
 def bare_loop(config: Config, kind: str) -> None:
     """The minimal training loop: batches, forward, backward, clip, AdamW. Never returns."""
-    opt, run, on = config.optimizer, config.run, device()
+    opt, run, target = config.optimizer, config.run, device()
     if kind == "transformers":
         model, loss_function = transformers_model(config)
-        optimizer = make_optimizer(model.to(on), opt, fused=True)
+        optimizer = make_optimizer(model.to(target), opt, fused=True)
     else:
-        model, loss_function, optimizer = nanogpt(config, kind, on)
+        model, loss_function, optimizer = nanogpt(config, kind, target)
     if run.torch_compile:
         hardware.compile_graph(model, run.torch_compile_mode)
-    half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(run.precision)
-    scaler = torch.amp.GradScaler(on.type, enabled=run.precision == "fp16")
+    autocast_dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(run.precision)
+    scaler = torch.amp.GradScaler(target.type, enabled=run.precision == "fp16")
     data, log = dataset(config), Log(config)
     for step in count():
         windows = torch.from_numpy(data.sequences(step, 0, data.batch_size))  # (B, T + 1)
-        pinned = on.type == "cuda"  # as the trainer
-        windows = windows.pin_memory().to(on, non_blocking=True) if pinned else windows.to(on)
-        with torch.autocast(on.type, half) if half else nullcontext():
+        pinned = target.type == "cuda"  # as the trainer
+        windows = windows.pin_memory().to(target, non_blocking=True) if pinned else windows.to(target)
+        with torch.autocast(target.type, autocast_dtype) if autocast_dtype else nullcontext():
             loss = loss_function(windows[:, :-1], windows[:, 1:])
         scaler.scale(loss).backward()
         scaler.unscale_(optimizer)
@@ -88,17 +88,17 @@ def dataset(config: Config) -> TokenDataset:
 
 def transformers_model(config: Config) -> tuple[torch.nn.Module, Loss]:
     """transformers' GPT2LMHeadModel with the weights that recipe/train.py starts from, on the CPU."""
-    ours = build_model(config)
-    theirs = ours.config
-    theirs.use_cache = False
-    theirs._attn_implementation = "sdpa"
-    model = transformers.GPT2LMHeadModel(theirs)
-    model.transformer.load_state_dict(ours.transformer.state_dict())
+    initial = build_model(config)
+    gpt2_config = initial.config
+    gpt2_config.use_cache = False
+    gpt2_config._attn_implementation = "sdpa"
+    model = transformers.GPT2LMHeadModel(gpt2_config)
+    model.transformer.load_state_dict(initial.transformer.state_dict())
     model.loss_type = "ForCausalLM"  # if it is None, each loss warns, which breaks a compiled graph
     return model.train(), lambda x, y: model(input_ids=x, labels=y, shift_labels=y.contiguous()).loss
 
 
-def nanogpt(config: Config, checkout: str, on: torch.device) -> tuple[torch.nn.Module, Loss, torch.optim.Optimizer]:
+def nanogpt(config: Config, checkout: str, target: torch.device) -> tuple[torch.nn.Module, Loss, torch.optim.Optimizer]:
     """nanoGPT's GPT and its optimizer from the checkout, with the vocabulary of 50,304 that it uses from scratch: the
     first 50,257 rows have recipe/train.py's initial weights, the others nanoGPT's own."""
     sys.path.insert(0, checkout)
@@ -107,14 +107,14 @@ def nanogpt(config: Config, checkout: str, on: torch.device) -> tuple[torch.nn.M
     sizes = {"n_layer": m.n_layer, "n_head": m.n_head, "n_embd": m.n_embd, "block_size": m.n_positions}
     torch.manual_seed(config.run.seed)
     model = module.GPT(module.GPTConfig(vocab_size=50304, dropout=m.dropout, bias=True, **sizes))
-    theirs = model.state_dict()
+    state = model.state_dict()
     with torch.no_grad():
-        for name, ours in build_model(config).state_dict().items():
+        for name, weight in build_model(config).state_dict().items():
             # Conv1D's weights are (in, out), nn.Linear's (out, in).
-            ours = ours.t() if ours.ndim == 2 and ".h." in name else ours
-            theirs[name][: ours.shape[0]].copy_(ours)
+            weight = weight.t() if weight.ndim == 2 and ".h." in name else weight
+            state[name][: weight.shape[0]].copy_(weight)
     betas = opt.adam_beta1, opt.adam_beta2
-    optimizer = model.to(on).configure_optimizers(opt.weight_decay, opt.learning_rate, betas, on.type)
+    optimizer = model.to(target).configure_optimizers(opt.weight_decay, opt.learning_rate, betas, target.type)
     return model.train(), lambda x, y: model(x, y.contiguous())[1], optimizer
 
 
@@ -122,28 +122,28 @@ def hf_trainer(config: Config) -> None:
     """transformers' Trainer, as run_clm uses it, with the settings that make it fastest."""
     data, log = dataset(config), Log(config)
     windows = torch.from_numpy(data.sequences(0, 0, 64 * data.batch_size))  # more steps than are compared
-    examples = [{"input_ids": w[:-1], "labels": w[1:], "shift_labels": w[1:]} for w in windows]
+    examples = [{"input_ids": window[:-1], "labels": window[1:], "shift_labels": window[1:]} for window in windows]
     # Repeated, since a new epoch would start new data loaders.
-    repeated = torch.utils.data.ConcatDataset([examples] * 10_000)  # ty: ignore[invalid-argument-type]  a list will do
+    train_dataset = torch.utils.data.ConcatDataset([examples] * 10_000)  # ty: ignore[invalid-argument-type]  a list will do
 
-    class Recorded(transformers.Trainer):
-        def training_step(self, *arguments, **named):
-            self.last_loss = super().training_step(*arguments, **named)
+    class LossKeepingTrainer(transformers.Trainer):
+        def training_step(self, *arguments, **kwargs):
+            self.last_loss = super().training_step(*arguments, **kwargs)
             return self.last_loss
 
-    class Logged(transformers.TrainerCallback):
+    class StepLogger(transformers.TrainerCallback):
         def on_step_end(self, *_, **__) -> None:
             log.end_step(trainer.last_loss)
 
     opt, run, on_cpu = config.optimizer, config.run, device().type == "cpu"
-    same = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "max_grad_norm")
+    shared_fields = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "max_grad_norm")
     arguments = transformers.TrainingArguments(
         output_dir=run.output_dir,
         max_steps=10**6,
         per_device_train_batch_size=data.batch_size,
         lr_scheduler_type="constant",
         train_sampling_strategy="sequential",
-        **{name: getattr(opt, name) for name in same},
+        **{name: getattr(opt, name) for name in shared_fields},
         optim="adamw_torch_fused",
         bf16=run.precision == "bf16",
         fp16=run.precision == "fp16",
@@ -159,7 +159,7 @@ def hf_trainer(config: Config) -> None:
         dataloader_pin_memory=not on_cpu,
     )
     model, _ = transformers_model(config)
-    trainer = Recorded(model, arguments, train_dataset=repeated, callbacks=[Logged()])
+    trainer = LossKeepingTrainer(model, arguments, train_dataset=train_dataset, callbacks=[StepLogger()])
     trainer.train()
 
 

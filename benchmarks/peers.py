@@ -19,9 +19,9 @@ from recipe.config import parse_config
 from recipe.engine import hardware
 from recipe.utils.errors import ArgumentParser, UserError
 
-COMPARED = 20  # steps whose losses must agree
+COMPARED_STEPS = 20  # steps whose losses must agree
 # Nats between two runs' losses at a step: rounding alone in the same precision; bf16's rounding between two.
-TOLERANCE, TOLERANCE_OF_ANOTHER_PRECISION = 0.01, 0.05
+TOLERANCE, PRECISION_TOLERANCE = 0.01, 0.05
 Peer = tuple[str, list, dict]  # its name, its command, the fields in which it differs from ours
 
 
@@ -31,64 +31,65 @@ def contenders(precision: str, nanogpt: str, on_cpu: bool) -> list[Peer]:
     default allocator, and with our trainer's settings. Raises UserError if there is no checkout."""
     program = ["-m", "benchmarks.peer"]
     loop, compiled = "transformers in a bare loop", {"torch_compile": True}
-    plain = {"torch_compile": False}
-    chosen = [
+    eager = {"torch_compile": False}
+    peers = [
         (f"{loop}, {precision}, compiled", [*program, "transformers"], compiled),
         (f"Trainer, {precision}, compiled", [*program, "trainer"], compiled),
-        (f"{loop}, {precision}", [*program, "transformers"], plain),
-        (f"Trainer, {precision}", [*program, "trainer"], plain),
+        (f"{loop}, {precision}", [*program, "transformers"], eager),
+        (f"Trainer, {precision}", [*program, "trainer"], eager),
     ]
     if precision != "fp32":
-        chosen.append((f"{loop}, fp32", [*program, "transformers"], plain | {"precision": "fp32"}))
+        peers.append((f"{loop}, fp32", [*program, "transformers"], eager | {"precision": "fp32"}))
     if nanogpt:
         if not (Path(nanogpt) / "model.py").is_file():
             raise UserError(f"--nanogpt {nanogpt}: no model.py there; give a checkout of karpathy/nanoGPT")
-        chosen.insert(0, (f"nanoGPT, {precision}, compiled", [*program, nanogpt], compiled))
+        peers.insert(0, (f"nanoGPT, {precision}, compiled", [*program, nanogpt], compiled))
     if not on_cpu:
-        return [("recipe/train.py without the fused loss", trainer(), {"fused_loss": False}), *chosen]
+        return [("recipe/train.py without the fused loss", trainer(), {"fused_loss": False}), *peers]
     environments = {"as shipped": [], "our allocator": ["--tuned"]}
     return [
-        (f"{name}, {environment}", [*words, *options], differs)
-        for name, words, differs in chosen
+        (f"{name}, {environment}", [*command, *options], overrides)
+        for name, command, overrides in peers
         for environment, options in environments.items()
     ]
 
 
-def compare(ours: Run, peer: Run, rounds: int, seconds: float, tolerance: float) -> dict:
+def compare(recipe_run: Run, peer_run: Run, rounds: int, seconds: float, tolerance: float) -> dict:
     """Returns our speed over the peer's (`times_as_fast`), tokens_per_second and peak_memory_bytes of both, and
     losses_apart (of the first steps, in nats). Raises Void if one fails, or their losses differ by more than
     `tolerance`."""
-    for run in (peer, ours):
-        run.turn(0, least=COMPARED)
+    for run in (peer_run, recipe_run):
+        run.turn(0, min_steps=COMPARED_STEPS)
     # A loss that is not finite is null in our metrics.jsonl. max may pass over NaN.
     losses = (
-        [math.nan if line["loss"] is None else line["loss"] for line in run.lines[:COMPARED]] for run in (ours, peer)
+        [math.nan if line["loss"] is None else line["loss"] for line in run.lines[:COMPARED_STEPS]]
+        for run in (recipe_run, peer_run)
     )
-    apart = max((abs(x - y) for x, y in zip(*losses, strict=True)), key=lambda nats: (math.isnan(nats), nats))
-    if not apart <= tolerance:  # also NaN
-        raise Void(f"losses differ by {apart:.3g} nats")
-    rates = interleave({"ours": partial(ours.turn, seconds), "peer": partial(peer.turn, seconds)}, rounds)
+    difference = max((abs(x - y) for x, y in zip(*losses, strict=True)), key=lambda nats: (math.isnan(nats), nats))
+    if not difference <= tolerance:  # also NaN
+        raise Void(f"losses differ by {difference:.3g} nats")
+    rates = interleave({"ours": partial(recipe_run.turn, seconds), "peer": partial(peer_run.turn, seconds)}, rounds)
     return times_as_fast(rates["ours"], rates["peer"]) | {
         "tokens_per_second": rates,
-        "peak_memory_bytes": [run.lines[-1]["peak_memory_bytes"] for run in (ours, peer)],
-        "losses_apart": apart,
+        "peak_memory_bytes": [run.lines[-1]["peak_memory_bytes"] for run in (recipe_run, peer_run)],
+        "losses_apart": difference,
     }
 
 
 def measure(fields: dict, peers: list[Peer], arguments: argparse.Namespace, directory: Path) -> Iterator[dict]:
     """Yields a dict per peer: its name and the result of `compare`, or a ratio of None and the reason, `void`."""
-    ends = time.monotonic() + 60 * arguments.minutes
-    with closing(Run(trainer(), fields, directory)) as ours:
-        for name, words, differs in peers:
+    deadline = time.monotonic() + 60 * arguments.minutes
+    with closing(Run(trainer(), fields, directory)) as recipe_run:
+        for name, command, overrides in peers:
             row = {"name": name, "void": "", "ratio": None}
             print(f"...        {name}", flush=True)
-            tolerance = TOLERANCE_OF_ANOTHER_PRECISION if "precision" in differs else TOLERANCE
-            ours.pause()
+            tolerance = PRECISION_TOLERANCE if "precision" in overrides else TOLERANCE
+            recipe_run.pause()
             try:
-                if time.monotonic() > ends:
+                if time.monotonic() > deadline:
                     raise Void("skipped: the time is up")
-                with closing(Run(words, fields | differs, directory)) as peer:
-                    yield row | compare(ours, peer, arguments.rounds, arguments.seconds, tolerance)
+                with closing(Run(command, fields | overrides, directory)) as peer_run:
+                    yield row | compare(recipe_run, peer_run, arguments.rounds, arguments.seconds, tolerance)
             except Void as void:
                 yield row | {"void": str(void)}
 

@@ -24,7 +24,7 @@ def naive_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: 
 
 
 # What can be omitted, and the facts of a Device in its place.
-WITHOUT = {
+CHANGES = {
     "attention": {"attention": naive_attention},
     "adamw": {"adamw": "foreach"},  # torch's default on a GPU
     "vocabulary": {"pad_vocab_to": 1},
@@ -34,9 +34,9 @@ WITHOUT = {
 def main(argv: list[str]) -> int:
     """Trains without what the first word lists; returns the exit code."""
     names, *flags = argv
-    changes = {field: value for name in names.split(",") for field, value in WITHOUT[name].items()}
+    changes = {field: value for name in names.split(",") for field, value in CHANGES[name].items()}
     local_device = strategy.local_device
-    setattr(strategy, "local_device", lambda *given: replace(local_device(*given), **changes))  # noqa: B010
+    setattr(strategy, "local_device", lambda *arguments: replace(local_device(*arguments), **changes))  # noqa: B010
     return train.main(flags)
 
 

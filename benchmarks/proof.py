@@ -27,8 +27,8 @@ from recipe.utils.errors import ArgumentParser, UserError
 from recipe.utils.files import replace_file
 
 GRACE_S = 10  # for a step that has to end
-LEAST_S = 15  # with less time left no step is begun
-KILLED = 124  # the exit code of a step that ran past its limit
+MIN_STEP_S = 15  # with less time left no step is begun
+TIMED_OUT = 124  # the exit code of a step that ran past its limit
 
 
 class Step(NamedTuple):
@@ -42,9 +42,9 @@ class Step(NamedTuple):
 def steps(nanogpt: str, text: str) -> list[Step]:
     """All steps in order. After the first ten minutes' worth comes what is left to know."""
     data = {"dataset_name": "data", "train_text": ROOT / "recipe/data/tiny_shakespeare.txt", "val_fraction": 0.1}
-    short = {"max_steps": 30, "warmup_steps": 2, "total_batch_tokens": 131072, "logging_steps": 1, "eval_steps": "end"}
-    short |= {"eval_tokens": 16384, "save_steps": "end", "hellaswag_steps": 0, "sample_steps": 0, "streaming": False}
-    auto = [f"--{name}={value}" for name, value in (data | short | {"output_dir": "run"}).items()]
+    fields = {"max_steps": 30, "warmup_steps": 2, "total_batch_tokens": 131072, "logging_steps": 1, "eval_steps": "end"}
+    fields |= {"eval_tokens": 16384, "save_steps": "end", "hellaswag_steps": 0, "sample_steps": 0, "streaming": False}
+    auto = [f"--{name}={value}" for name, value in (data | fields | {"output_dir": "run"}).items()]
     gpu_tests = ["-m", "pytest", "-p", "no:cacheprovider", "--tb=short", "-rfE", str(ROOT / "tests/engine/test_gpu.py")]
     peers = ["peers", "--config=gpt2", "--rounds=1", "--seconds=1.5", *([f"--nanogpt={nanogpt}"] if nanogpt else [])]
     rows = ["scoreboard", "--config=gpt2", "--seconds=3", "--processes", "--sequences"]
@@ -52,7 +52,7 @@ def steps(nanogpt: str, text: str) -> list[Step]:
     def benchmark(name: str, limit: float, *words: str) -> Step:
         return Step(name, limit, ["-m", "benchmarks", *words, "--out=."])
 
-    found = [
+    all_steps = [
         Step("fused-loss", 60, [*gpu_tests, "-k", "computes_the_fused_loss"]),
         Step("auto", 150, [str(ROOT / "recipe/train.py"), "--config=gpt2", *auto]),
         benchmark("peers", 240, *peers, "--micro_batch_size=32", "--only=fused loss|(nanoGPT|loop).*compiled"),
@@ -70,66 +70,67 @@ def steps(nanogpt: str, text: str) -> list[Step]:
     ]
     if text:  # the text that ships is too little for these
         best = [str(ROOT / "recipe/best.py"), f"--text={text}", "--hours=0.1", "--output_dir=run"]
-        found.append(Step("best", 420, best))
+        all_steps.append(Step("best", 420, best))
         words = ["optimizers", "--sizes=gpt2", f"--dataset_name={text}", "--minutes=8", "--runs=runs"]
-        found.append(benchmark("optimizers", 540, *words))
-    return found
+        all_steps.append(benchmark("optimizers", 540, *words))
+    return all_steps
 
 
 def prove(steps: list[Step], out: Path, minutes: float) -> int:
     """Runs the steps whose result does not say that they succeeded, until the time is up; returns the number of those
     that have not succeeded."""
-    ends, missing, about = time.monotonic() + 60 * minutes, 0, report.circumstances()
+    deadline, n_missing, conditions = time.monotonic() + 60 * minutes, 0, report.circumstances()
     out.mkdir(parents=True, exist_ok=True)
     for number, step in enumerate(steps, 1):
-        file = out / f"{number:02}-{step.name}.json"
-        before = {}
+        path = out / f"{number:02}-{step.name}.json"
+        previous = {}
         with suppress(OSError, ValueError):
-            before["before"] = json.loads(file.read_text())
-            if before["before"]["rc"] == 0:
-                print(f"done   {file.stem}", flush=True)
+            previous["before"] = json.loads(path.read_text())
+            if previous["before"]["rc"] == 0:
+                print(f"done   {path.stem}", flush=True)
                 continue
-        left = ends - time.monotonic()
-        if left < LEAST_S:
-            print(f"LATE   {file.stem}: not begun, the time is up", flush=True)
-            missing += 1
+        seconds_left = deadline - time.monotonic()
+        if seconds_left < MIN_STEP_S:
+            print(f"LATE   {path.stem}: not begun, the time is up", flush=True)
+            n_missing += 1
             continue
-        print(f"...    {file.stem}", flush=True)
-        place = out.with_name(f"{out.name}-work") / file.stem
-        found = run(step, place, min(step.limit, left))
+        print(f"...    {path.stem}", flush=True)
+        work_dir = out.with_name(f"{out.name}-work") / path.stem
+        outcome = run(step, work_dir, min(step.limit, seconds_left))
         # Also where a number is not finite.
-        replace_file(file, (json.dumps({**about, "step": step.name, **found, **before}, indent=1) + "\n").encode())
-        missing += found["rc"] != 0
-        verdict = "ok    " if found["rc"] == 0 else "KILLED" if found["rc"] == KILLED else "FAILED"
-        print(f"{verdict} {file.stem} in {found['seconds']:.0f} s: {headline(found['result'])}", flush=True)
-    print(f"\n{len(steps) - missing} of {len(steps)} steps have succeeded; the same command takes the others: {out}")
-    return missing
+        record = {**conditions, "step": step.name, **outcome, **previous}
+        replace_file(path, (json.dumps(record, indent=1) + "\n").encode())
+        n_missing += outcome["rc"] != 0
+        verdict = "ok    " if outcome["rc"] == 0 else "KILLED" if outcome["rc"] == TIMED_OUT else "FAILED"
+        print(f"{verdict} {path.stem} in {outcome['seconds']:.0f} s: {headline(outcome['result'])}", flush=True)
+    print(f"\n{len(steps) - n_missing} of {len(steps)} steps have succeeded; the same command takes the others: {out}")
+    return n_missing
 
 
-def run(step: Step, place: Path, limit: float) -> dict:
+def run(step: Step, work_dir: Path, limit: float) -> dict:
     """Runs a step; returns its command, rc, seconds and result."""
-    place.mkdir(parents=True, exist_ok=True)
-    begun, clock, command = time.time(), time.monotonic(), [sys.executable, *step.words]
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    work_dir.mkdir(parents=True, exist_ok=True)
+    start_time, clock_start, command = time.time(), time.monotonic(), [sys.executable, *step.words]
+    python_path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     # Unbuffered: what a step prints stands before its error, and is there of one that is killed.
-    variables = {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
-    with open(place / "output", "w") as output:
+    variables = {"PYTHONPATH": python_path, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
+    with open(work_dir / "output", "w") as output:
         process = psutil.Popen(
             command,
             stdout=output,
             stderr=output,
-            cwd=place,
+            cwd=work_dir,
             env=os.environ | variables,
             start_new_session=True,
         )
         try:
             code = process.wait(limit)
         except psutil.TimeoutExpired:
-            code = KILLED
+            code = TIMED_OUT
         finally:
             end(process)
-    result = result_of(place, begun)
-    return {"command": command, "rc": code, "seconds": time.monotonic() - clock, "limit": limit, "result": result}
+    result = result_of(work_dir, start_time)
+    return {"command": command, "rc": code, "seconds": time.monotonic() - clock_start, "limit": limit, "result": result}
 
 
 def end(process: psutil.Popen) -> None:
@@ -138,41 +139,41 @@ def end(process: psutil.Popen) -> None:
     with suppress(psutil.NoSuchProcess):
         family += process.children(recursive=True)
         process.terminate()
-    _, alive = psutil.wait_procs(family[:1], GRACE_S)
-    for one in [*alive, *family[1:]]:
+    _, survivors = psutil.wait_procs(family[:1], GRACE_S)
+    for member in [*survivors, *family[1:]]:
         with suppress(psutil.NoSuchProcess):
-            one.kill()
+            member.kill()
     psutil.wait_procs(family, GRACE_S)
 
 
-def result_of(place: Path, begun: float) -> dict:
+def result_of(work_dir: Path, start_time: float) -> dict:
     """The JSON files that a step has written since it began, the figures of its run, and its last lines."""
     result: dict = {}
-    for path in (*place.glob("*.json"), *place.glob("runs/*.json")):
-        if path.stat().st_mtime >= begun:
+    for path in (*work_dir.glob("*.json"), *work_dir.glob("runs/*.json")):
+        if path.stat().st_mtime >= start_time:
             with suppress(ValueError):  # it was being written
                 result[path.stem] = json.loads(path.read_text())
-    metrics = place / "run" / "metrics.jsonl"
+    metrics = work_dir / "run" / "metrics.jsonl"
     if metrics.exists() and len(lines := [line for line in read_metrics(metrics) if line["step"]]) > 2:
         for name in ("tokens_per_second", "mfu", "peak_memory_bytes"):
             result[name] = statistics.median(line.get(name) or 0 for line in lines[2:])  # the first ones compile
         result["losses"] = [line["loss"] and round(line["loss"], 4) for line in lines]  # null if not finite
-    output = (place / "output").read_text(errors="replace").splitlines()
+    output = (work_dir / "output").read_text(errors="replace").splitlines()
     lines = [line.strip() for line in output if line.strip()]
     return result | {"output": lines[:30] + lines[30:][-30:]}  # a run's first lines say what it decided
 
 
 def headline(result: dict) -> str:
     """What a step has measured, as far as it came, in one line; of others their last one."""
-    found = []
+    parts = []
     for row in result.get("peers", {}).get("rows", []):
-        found.append(f"{row['ratio']:.2f}x {row['name']}" if row["ratio"] else f"{row['name']}: {row['void']}")
+        parts.append(f"{row['ratio']:.2f}x {row['name']}" if row["ratio"] else f"{row['name']}: {row['void']}")
     for row in result.get("scoreboard", {}).get("rows", []):
         speed = row["tokens_per_second"]
-        found.append(f"{row['name']}: {f'{speed:,.0f} tokens/s' if speed else row['source']}")
+        parts.append(f"{row['name']}: {f'{speed:,.0f} tokens/s' if speed else row['source']}")
     if speed := result.get("tokens_per_second"):
-        found.append(f"{speed:,.0f} tokens/s, MFU {result['mfu']:.1%}, losses to {result['losses'][-1]}")
-    return "; ".join(found) or (result["output"][-1:] or ["no output"])[0][:150]
+        parts.append(f"{speed:,.0f} tokens/s, MFU {result['mfu']:.1%}, losses to {result['losses'][-1]}")
+    return "; ".join(parts) or (result["output"][-1:] or ["no output"])[0][:150]
 
 
 def main(argv: list[str]) -> int:

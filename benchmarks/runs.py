@@ -48,7 +48,7 @@ class Run:
         """`program`, the arguments of a Python command, takes `fields` as flags. `directory` comes from `shards`."""
         output_dir = Path(tempfile.mkdtemp(dir=directory)) / "run"
         self.lines: list[dict] = []
-        self._metrics, self._read = output_dir / "metrics.jsonl", 0  # bytes
+        self._metrics, self._offset = output_dir / "metrics.jsonl", 0  # bytes
         self._log, self._step_tokens = output_dir.with_name("log"), fields["total_batch_tokens"]
         fields = FIELDS | {"dataset_name": directory / "shards"} | fields | {"output_dir": output_dir}
         command = [sys.executable, *map(str, program), *(f"--{name}={value}" for name, value in fields.items())]
@@ -61,27 +61,27 @@ class Run:
                 command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, env=environment, start_new_session=True
             )
 
-    def turn(self, seconds: float, least: int = 1, patience: float = 600) -> float:
+    def turn(self, seconds: float, min_steps: int = 1, timeout: float = 600) -> float:
         """Lets the program run for `seconds` of whole steps, and until it has taken `least` steps in total; then pauses
-        it and returns these steps' median tokens per second. Raises Void if it ends, or takes no step for `patience`
+        it and returns these steps' median tokens per second. Raises Void if it ends, or takes no step for `timeout`
         seconds."""
         self._send(signal.SIGCONT)
         self._read_lines()
         # The next step does not count: it was interrupted, or it is the first one, which compiles; it also refills the
         # caches and memory that the other run has displaced.
-        begin, given_up = len(self.lines) + 1, time.monotonic() + patience
+        first_line, deadline = len(self.lines) + 1, time.monotonic() + timeout
         while True:
             time.sleep(0.1)
             self._read_lines()
-            rates = [line["tokens_per_second"] for line in self.lines[begin:]]
-            enough = sum(self._step_tokens / rate for rate in rates) >= seconds and len(self.lines) >= least
-            if rates and (enough or time.monotonic() > given_up):
+            rates = [line["tokens_per_second"] for line in self.lines[first_line:]]
+            is_done = sum(self._step_tokens / rate for rate in rates) >= seconds and len(self.lines) >= min_steps
+            if rates and (is_done or time.monotonic() > deadline):
                 self.pause()
                 return statistics.median(rates)
             if self._process.poll() is not None:
                 raise Void(self._error())
-            if time.monotonic() > given_up:
-                raise Void(f"no step in {patience:.0f} s")
+            if time.monotonic() > deadline:
+                raise Void(f"no step in {timeout:.0f} s")
 
     def pause(self) -> None:
         """Stops the program until its next turn."""
@@ -92,17 +92,17 @@ class Run:
         self._send(signal.SIGKILL)
         self._process.wait()
 
-    def _send(self, number: int) -> None:
+    def _send(self, signal_number: int) -> None:
         with suppress(ProcessLookupError):  # `turn` finds out
-            os.killpg(self._process.pid, number)
+            os.killpg(self._process.pid, signal_number)
 
     def _read_lines(self) -> None:
         """Reads only the new lines, so that reading does not slow down the measured run."""
         with suppress(FileNotFoundError), open(self._metrics, "rb") as file:
-            file.seek(self._read)
+            file.seek(self._offset)
             for text in file:
                 if text.endswith(b"\n"):  # else it is being written
-                    self._read += len(text)
+                    self._offset += len(text)
                     if (line := json.loads(text))["step"] > 0:
                         self.lines.append(line)
 
@@ -125,23 +125,23 @@ def interleave(turns: dict[str, Callable[[], float]], rounds: int) -> dict[str, 
     return results
 
 
-def times_as_fast(rates: list[float], peer: list[float]) -> dict[str, float]:
+def times_as_fast(rates: list[float], peer_rates: list[float]) -> dict[str, float]:
     """The speed of the first over its peer's: ratio, the median over neighbors in time, and its range, low and high."""
-    ratios = [ours / theirs for ours, theirs in zip(rates, peer, strict=True)]
+    ratios = [rate / peer_rate for rate, peer_rate in zip(rates, peer_rates, strict=True)]
     return {"ratio": statistics.median(ratios), "low": min(ratios), "high": max(ratios)}
 
 
-def trainer(processes: int = 1, without: Sequence[str] = ()) -> list:
+def trainer(processes: int = 1, omitted: Sequence[str] = ()) -> list:
     """The command that starts recipe/train.py in this many processes; or in one, `without` what benchmarks/plain.py
     can omit."""
-    if without:
-        return ["-m", "benchmarks.plain", ",".join(without)]
+    if omitted:
+        return ["-m", "benchmarks.plain", ",".join(omitted)]
     script = ROOT / "recipe/train.py"
     if processes == 1:
         return [script]
-    hardware = ROOT / "accelerate_configs/ddp.yaml"
-    launch = ["-m", "accelerate.commands.launch", "--quiet", "--config_file", hardware]
-    return [*launch, "--num_processes", processes, "--main_process_port", 0, script]
+    config_file = ROOT / "accelerate_configs/ddp.yaml"
+    launcher = ["-m", "accelerate.commands.launch", "--quiet", "--config_file", config_file]
+    return [*launcher, "--num_processes", processes, "--main_process_port", 0, script]
 
 
 def device() -> torch.device:

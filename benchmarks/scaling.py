@@ -34,7 +34,7 @@ from recipe.utils.errors import ArgumentParser, UserError
 # Layers, width, tokens.
 GRID = ((2, 64, 32_768), (2, 64, 128_000), (2, 64, 512_000), (4, 128, 1_024_000), (2, 64, 2_048_000))
 TRIALS, RUN = ((0, 1), (1, 2)), 3  # of a text's runs, pairs that predict, and what they predict
-APART = 0.5  # nats by the law, of the two trials of recipe/best.py at least
+MIN_TRIAL_GAP = 0.5  # nats by the law, of the two trials of recipe/best.py at least
 
 
 def train(text: Text, layers: int, width: int, tokens: int) -> float:
@@ -50,27 +50,27 @@ def train(text: Text, layers: int, width: int, tokens: int) -> float:
         return read_metrics(Path(directory) / "metrics.jsonl")[-1]["val_loss"]
 
 
-def fit(by_text: list[list[dict]]) -> float:
+def fit(runs_by_text: list[list[dict]]) -> float:
     """Sets A, a and R of recipe/best.py's law, by which all texts are fitted best, each by a straight line of it, and E
     and s, the first text's line. Returns the standard deviation of relative errors."""
     constants = SCALING["law"]
 
     def line(runs: list[dict]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        by_law = np.array([law(tuple(run["size"]), run["tokens"], run["unique"]) for run in runs])
+        law_values = np.array([law(tuple(run["size"]), run["tokens"], run["unique"]) for run in runs])
         loss = np.array([run["loss"] for run in runs])
-        return np.polyfit(by_law, loss, 1), by_law, loss
+        return np.polyfit(law_values, loss, 1), law_values, loss
 
     def error(logarithms: np.ndarray) -> float:
         constants.update(zip(("A", "a", "R"), np.exp(logarithms).tolist(), strict=True), E=0.0, s=1.0)
-        fitted = [np.polyval(slope, by_law) / loss - 1 for slope, by_law, loss in map(line, by_text)]
-        return float(np.mean(np.concatenate(fitted) ** 2) ** 0.5)
+        errors = [np.polyval(slope, law_values) / loss - 1 for slope, law_values, loss in map(line, runs_by_text)]
+        return float(np.mean(np.concatenate(errors) ** 2) ** 0.5)
 
     constants.clear()
-    found = minimize(error, np.log([1e-4, 0.2, 2.0]), method="Nelder-Mead", options={"maxiter": 10_000})
-    error(found.x)
-    s, E = line(by_text[0])[0]
+    optimum = minimize(error, np.log([1e-4, 0.2, 2.0]), method="Nelder-Mead", options={"maxiter": 10_000})
+    error(optimum.x)
+    s, E = line(runs_by_text[0])[0]
     constants.update({name: float(f"{value:.5g}") for name, value in (constants | {"E": E, "s": s}).items()})
-    return found.fun
+    return optimum.fun
 
 
 def predicted(runs: list[dict]) -> list[float]:
@@ -83,12 +83,12 @@ def predicted(runs: list[dict]) -> list[float]:
 def as_said(runs: list[dict]) -> list[bool]:
     """Whether each run's loss is within what recipe/best.py would say, having tried two that are higher and apart."""
     points = [(law(tuple(run["size"]), run["tokens"], run["unique"]), run["loss"]) for run in runs]
-    found = []
-    for first, second, (value, loss) in itertools.combinations(sorted(points, reverse=True), 3):
-        if first[0] - second[0] > APART and second[0] > value:
-            error = line_through([first, second])(value) / loss - 1
-            found.append(abs(error) <= error_of(second[0] - value))
-    return found
+    is_within = []
+    for highest, middle, (value, loss) in itertools.combinations(sorted(points, reverse=True), 3):
+        if highest[0] - middle[0] > MIN_TRIAL_GAP and middle[0] > value:
+            error = line_through([highest, middle])(value) / loss - 1
+            is_within.append(abs(error) <= error_of(middle[0] - value))
+    return is_within
 
 
 def main(argv: list[str]) -> int:
@@ -109,13 +109,13 @@ def main(argv: list[str]) -> int:
                 path.write_text(json.dumps(result, indent=1) + "\n")
                 print(f"{stem}: {layers} x {width}, {tokens:,} tokens: {loss:.4f}", flush=True)
     texts = dict.fromkeys(run["text"] for run in result["runs"])
-    by_text = [[run for run in result["runs"] if run["text"] == text] for text in texts]
-    residual = fit(by_text)
-    errors = {runs[0]["text"]: predicted(runs) for runs in by_text}
+    runs_by_text = [[run for run in result["runs"] if run["text"] == text] for text in texts]
+    residual = fit(runs_by_text)
+    errors = {runs[0]["text"]: predicted(runs) for runs in runs_by_text}
     result |= {"law": SCALING["law"], "residual": round(residual, 4), "errors": errors}
     path.write_text(json.dumps(result, indent=1) + "\n")
     print(f"law: {SCALING['law']}, within {residual:.2%}")
     print(f"errors of a prediction by two short runs, and by two longer ones: {errors}")
-    said = [right for runs in by_text for right in as_said(runs)]
-    print(f"of {len(said)} forecasts by any two runs, {sum(said)} lie within what recipe/best.py says of them")
+    outcomes = [is_within for runs in runs_by_text for is_within in as_said(runs)]
+    print(f"of {len(outcomes)} forecasts by any two runs, {sum(outcomes)} lie within what recipe/best.py says of them")
     return 0

@@ -49,7 +49,7 @@ class Row:
     "without", what benchmarks/plain.py omits."""
 
     name: str
-    differs: dict
+    overrides: dict
     kept: bool = False  # by the rows below, if it runs
     processes: int = 1
 
@@ -58,11 +58,11 @@ def rows_of(arguments: argparse.Namespace, length: int, on_cpu: bool) -> list[Ro
     """The requested runs in order. A step has `arguments.sequences` sequences per process, split into micro-batches
     until the row that takes all at once."""
     sequences = arguments.sequences
-    first = {"precision": "fp32", "micro_batch_size": max(1, sequences // (2 if on_cpu else 8))}
-    first |= {"torch_compile": False, "loss_chunk_size": 0, "gradient_checkpointing": False, "fused_loss": False}
-    first |= {"without": ("attention", "vocabulary", "adamw")}  # as the scaling journal and build-nanogpt began
-    found = [
-        Row("fp32", first, kept=True),
+    baseline = {"precision": "fp32", "micro_batch_size": max(1, sequences // (2 if on_cpu else 8))}
+    baseline |= {"torch_compile": False, "loss_chunk_size": 0, "gradient_checkpointing": False, "fused_loss": False}
+    baseline |= {"without": ("attention", "vocabulary", "adamw")}  # as the scaling journal and build-nanogpt began
+    rows = [
+        Row("fp32", baseline, kept=True),
         Row("tf32", {"precision": "tf32"}, kept=True),
         Row("best precision", {"precision": "auto"}, kept=True),
         Row("fused attention", {"without": ("vocabulary", "adamw")}, kept=True),
@@ -77,41 +77,43 @@ def rows_of(arguments: argparse.Namespace, length: int, on_cpu: bool) -> list[Ro
     field, _, values = arguments.sweep.partition("=")
     powers = [2**n for n in range(sequences.bit_length()) if sequences % 2**n == 0]
     for value in (values.split(",") if values else powers) if field else ():
-        found.append(Row(f"{field} {value}", {field: value}))
-    found += [Row(f"{n} processes", {}, processes=n) for n in arguments.processes]
-    found += [Row(size, {"config": size}) for size in arguments.sizes]
+        rows.append(Row(f"{field} {value}", {field: value}))
+    rows += [Row(f"{n} processes", {}, processes=n) for n in arguments.processes]
+    rows += [Row(size, {"config": size}) for size in arguments.sizes]
     if on_cpu:  # where nothing is padded
-        found = [row for row in found if row.name != "padded vocabulary"]
-    return [row for row in found if re.search(arguments.only, row.name)]
+        rows = [row for row in rows if row.name != "padded vocabulary"]
+    return [row for row in rows if re.search(arguments.only, row.name)]
 
 
 def measure(arguments: argparse.Namespace, directory: Path) -> Iterator[dict]:
     """Yields each row with the keys of COLUMNS; no speed where `source` has the reason."""
-    on_cpu, ends = device().type == "cpu", time.monotonic() + 60 * arguments.minutes
-    about = report.circumstances()
-    peak = cpu_flops(hardware.resolve_precision("auto", cpu=True)) if on_cpu else hardware.peak_flops(about["device"])
+    on_cpu, deadline = device().type == "cpu", time.monotonic() + 60 * arguments.minutes
+    conditions = report.circumstances()
+    device_name = conditions["device"]
+    peak = cpu_flops(hardware.resolve_precision("auto", cpu=True)) if on_cpu else hardware.peak_flops(device_name)
     recipe = parse_config([f"--config={arguments.config}"])
     best = {"config": recipe.run.config}
     for row in rows_of(arguments, recipe.data.sequence_length, on_cpu):
-        fields = row.differs if row.name in arguments.sizes else best | row.differs
+        fields = row.overrides if row.name in arguments.sizes else best | row.overrides
         config, n = parse_config([f"--config={fields['config']}"]), row.processes
         fields = fields | {"total_batch_tokens": arguments.sequences * config.data.sequence_length * n}
-        without = fields.pop("without", ())
-        machine = about["device"] if on_cpu else f"{n} x {about['device']}"
+        omitted = fields.pop("without", ())
+        machine = device_name if on_cpu else f"{n} x {device_name}"
         model = report.measured_model(config)
         result = dict.fromkeys(COLUMNS) | model | {"machine": machine, "name": row.name, "processes": n}
-        result |= {"size": si(model["model"]["parameters"], "B"), "source": f"measured {about['date']}"}
+        result |= {"size": si(model["model"]["parameters"], "B"), "source": f"measured {conditions['date']}"}
         print(f"...        {row.name}", flush=True)
         try:
-            if (left := ends - time.monotonic()) < 0:
+            if (seconds_left := deadline - time.monotonic()) < 0:
                 raise Void("skipped: the time is up")
-            with closing(Run(trainer(n, without if n == 1 else ()), fields, directory, n)) as run:
-                rate, memory = run.turn(arguments.seconds, patience=min(left, 600)), run.lines[-1]["peak_memory_bytes"]
+            with closing(Run(trainer(n, omitted if n == 1 else ()), fields, directory, n)) as run:
+                rate = run.turn(arguments.seconds, timeout=min(seconds_left, 600))
+                memory = run.lines[-1]["peak_memory_bytes"]
         except Void as reason:
             yield result | {"source": str(reason)}
             continue
         if row.kept:
-            best |= row.differs
+            best |= row.overrides
         if peak:
             result["mfu"] = rate * model["flops_per_token"] / (peak if on_cpu else peak * n)
         yield result | {"tokens_per_second": rate, "memory_gb": memory / 1e9 if memory else None}
@@ -137,19 +139,19 @@ def _published(run: Speed) -> dict:
 
 def with_gains(rows: list[dict]) -> list[dict]:
     """The rows, with `gain` over the first that has a speed, for those of the same model as that one."""
-    timed = [row for row in rows if row["tokens_per_second"]]
-    alike = [row for row in timed if row["size"] == timed[0]["size"]]
-    for row in alike if len(alike) > 1 else ():
-        row["gain"] = row["tokens_per_second"] / alike[0]["tokens_per_second"]
+    timed_rows = [row for row in rows if row["tokens_per_second"]]
+    same_model_rows = [row for row in timed_rows if row["size"] == timed_rows[0]["size"]]
+    for row in same_model_rows if len(same_model_rows) > 1 else ():
+        row["gain"] = row["tokens_per_second"] / same_model_rows[0]["tokens_per_second"]
     return rows
 
 
-def table(measured: list[dict]) -> str:
+def table(measured_rows: list[dict]) -> str:
     """All rows in Markdown, and below them those that others published."""
-    rows = [*with_gains(measured), *published_rows()]
+    rows = [*with_gains(measured_rows), *published_rows()]
     cells = [[heading for heading, _ in COLUMNS.values()]]
     for row in rows:
-        cells.append(["" if row[key] is None else form.format(row[key]) for key, (_, form) in COLUMNS.items()])
+        cells.append(["" if row[key] is None else fmt.format(row[key]) for key, (_, fmt) in COLUMNS.items()])
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     cells.insert(1, ["-" * width for width in widths])
     lines = ["| " + " | ".join(map(str.ljust, line, widths)) + " |" for line in cells]
@@ -160,27 +162,27 @@ def table(measured: list[dict]) -> str:
 def main(argv: list[str]) -> int:
     """Measures or merges; returns the exit code. Raises UserError for a mistake in the command line."""
     arguments = _parser(device().type == "cpu").parse_args(argv)
-    out, measured = Path(arguments.out), []
+    out, rows = Path(arguments.out), []
     if arguments.merge:
-        measured = [row for path in arguments.merge for row in json.loads(path.read_text())["rows"]]
+        rows = [row for path in arguments.merge for row in json.loads(path.read_text())["rows"]]
         out.mkdir(parents=True, exist_ok=True)
     else:
         with shards() as directory:
             for row in measure(arguments, directory):
-                measured.append(row)
-                report.write(report.circumstances() | {"rows": with_gains(measured)}, out / "scoreboard.json")
-    (out / "scoreboard.md").write_text(table(measured))
-    print("\n" + table(measured))
+                rows.append(row)
+                report.write(report.circumstances() | {"rows": with_gains(rows)}, out / "scoreboard.json")
+    (out / "scoreboard.md").write_text(table(rows))
+    print("\n" + table(rows))
     return 0
 
 
 def _parser(on_cpu: bool) -> argparse.ArgumentParser:
-    most = os.cpu_count() or 1 if on_cpu else torch.cuda.device_count()
+    max_processes = os.cpu_count() or 1 if on_cpu else torch.cuda.device_count()
     parser = ArgumentParser(prog="python -m benchmarks scoreboard", allow_abbrev=False)
     parser.add_argument("--config", default="shakespeare" if on_cpu else "gpt2", help="recipe whose model is measured")
     parser.add_argument("--sequences", type=int, default=8 if on_cpu else 64, help="of a step and process")
     parser.add_argument("--sweep", default="", help="micro_batch_size, or another field and values: FIELD=1,2,3")
-    counts = [n for n in (2, 4, 8) if n <= most]
+    counts = [n for n in (2, 4, 8) if n <= max_processes]
     parser.add_argument("--processes", type=int, nargs="*", default=counts, help=f"of DDP (default: {counts})")
     parser.add_argument("--sizes", nargs="*", default=[], help="recipes, as they are: gpt2 gpt2-medium ...")
     parser.add_argument("--only", default="", help="rows whose name this regular expression matches")

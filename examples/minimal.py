@@ -47,8 +47,8 @@ def main() -> None:
     accelerator = Accelerator(cpu=not torch.accelerator.is_available())
     rank, world_size = accelerator.process_index, accelerator.num_processes
     micro = min(MICRO_BATCH, max(1, SEQUENCES // world_size))
-    accumulation, rest = divmod(SEQUENCES, world_size * micro)
-    if rest:
+    accumulation, remainder = divmod(SEQUENCES, world_size * micro)
+    if remainder:
         parser.error(f"{SEQUENCES} sequences do not divide among {world_size} processes")
 
     model = GPT2LMHeadModel(GPT2Config(**SHAPE, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
@@ -58,12 +58,12 @@ def main() -> None:
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step)
         step_loss = torch.zeros((), device=accelerator.device)
-        for k in range(accumulation):
-            first = step * SEQUENCES + (k * world_size + rank) * micro
-            rows = np.stack([sequence(shards, g) for g in range(first, first + micro)])
+        for micro_step in range(accumulation):
+            first = step * SEQUENCES + (micro_step * world_size + rank) * micro
+            rows = np.stack([sequence(shards, number) for number in range(first, first + micro)])
             rows = torch.from_numpy(rows).to(accelerator.device)  # (micro, T + 1)
             # Gradients are averaged over processes in the backward pass of the last micro-step.
-            with nullcontext() if k == accumulation - 1 else accelerator.no_sync(model):
+            with nullcontext() if micro_step == accumulation - 1 else accelerator.no_sync(model):
                 logits = model(rows[:, :-1]).logits  # (micro, T, V)
                 loss = F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten()) / accumulation
                 accelerator.backward(loss)
@@ -89,8 +89,8 @@ def initialize(model: GPT2LMHeadModel) -> None:
     generator = torch.Generator().manual_seed(SEED)
     for name, p in model.named_parameters():
         if p.ndim >= 2:
-            smaller = math.sqrt(2 * SHAPE["n_layer"]) if name.endswith("c_proj.weight") else 1.0
-            p.normal_(0.0, 0.02 / smaller, generator=generator)
+            scale = math.sqrt(2 * SHAPE["n_layer"]) if name.endswith("c_proj.weight") else 1.0
+            p.normal_(0.0, 0.02 / scale, generator=generator)
 
 
 def make_optimizer(model: torch.nn.Module) -> torch.optim.AdamW:
@@ -122,16 +122,16 @@ def clip(parameters) -> None:
 # The order of the data is a function of (seed, step): docs/data.md has the rule.
 
 
-def sequence(shards: list[np.ndarray], g: int) -> np.ndarray:
+def sequence(shards: list[np.ndarray], number: int) -> np.ndarray:
     """Sequence number `g` of the run, (T + 1,) int64: a shard's windows overlap by one token; each epoch has a
     permutation of its own; the shards follow in order."""
     windows = [(len(shard) - 1) // T for shard in shards]
-    epoch, x = divmod(g, sum(windows))
-    number = 0
-    while x >= windows[number]:
-        x, number = x - windows[number], number + 1
-    start = permutation(windows[number], epoch, number)[x] * T
-    return shards[number][start : start + T + 1].astype(np.int64)
+    epoch, window = divmod(number, sum(windows))
+    i = 0
+    while window >= windows[i]:
+        window, i = window - windows[i], i + 1
+    start = permutation(windows[i], epoch, i)[window] * T
+    return shards[i][start : start + T + 1].astype(np.int64)
 
 
 @lru_cache(maxsize=2)

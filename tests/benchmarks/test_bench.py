@@ -50,7 +50,7 @@ def test_every_peer_takes_the_same_steps(kind, start):
     ours, peer = start(), start("-m", "benchmarks.peer", kind)
     measured = peers.compare(ours, peer, rounds=1, seconds=0.05, tolerance=0.01)
     assert measured["losses_apart"] < 2e-5
-    assert ours.lines[peers.COMPARED - 1]["loss"] < ours.lines[0]["loss"] - 0.01  # it learns
+    assert ours.lines[peers.COMPARED_STEPS - 1]["loss"] < ours.lines[0]["loss"] - 0.01  # it learns
     assert 0 < measured["low"] <= measured["ratio"] <= measured["high"]
     assert min(measured["peak_memory_bytes"]) > 10**8
 
@@ -68,7 +68,7 @@ def test_other_work_and_a_run_that_fails_are_void(start):
 
 def test_a_program_takes_no_steps_between_its_turns(start):
     run = start()
-    run.turn(0.1, least=3)
+    run.turn(0.1, min_steps=3)
     taken = len(run.lines)
     time.sleep(3)
     run.turn(0.1)
@@ -104,7 +104,7 @@ class Stopwatch:
         self.lines = [{"peak_memory_bytes": 10**9}]
         self._fields, self._processes = fields, processes
 
-    def turn(self, seconds, patience) -> float:
+    def turn(self, seconds, timeout) -> float:
         if self._fields["precision"] == "tf32":
             raise Void("not here")
         rate = 100 * (2 if self._fields["precision"] == "auto" else 1) * (1.5 if self._fields["torch_compile"] else 1)
