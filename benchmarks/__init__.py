@@ -1,1 +1,1 @@
-"""Measures the speed of the training step, one optimization at a time and against peers."""
+"""Benchmarks of the training step: by optimization, and against peers."""

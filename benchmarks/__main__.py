@@ -1,4 +1,4 @@
-"""Command: the speed of training on this machine, the effect of each optimization, and the speed of peers.
+"""Command: measures the speed of training on this machine, the effect of each optimization, and the speed of peers.
 
 python -m benchmarks scoreboard --help
 """
@@ -12,13 +12,13 @@ from recipe.utils.errors import ArgumentParser, UserError
 
 # Modules whose main takes the remaining arguments and returns the exit code.
 COMMANDS = {
-    "scoreboard": "What each optimization, micro-batch, process and size brings",
-    "peers": "The step, compared with transformers and nanoGPT",
-    "kernels": "The time of each kernel in a step, ours or a peer's",
-    "ceiling": "What bounds a step: products, copies, attention, clocks",
-    "proof": "All of it on a GPU in ten minutes, the most valuable first",
-    "scaling": "The law by which recipe/best.py chooses a size",
-    "optimizers": "How many tokens Muon needs for AdamW's loss",
+    "scoreboard": "Speed by optimization, micro-batch, number of processes and model size",
+    "peers": "The training step compared with transformers and nanoGPT",
+    "kernels": "Time of each kernel in a step, ours or a peer's",
+    "ceiling": "What bounds a step: matrix products, copies, attention, clocks",
+    "proof": "Full GPU benchmark in ten minutes, the most valuable steps first",
+    "scaling": "Fits the scaling law by which recipe/best.py chooses a size",
+    "optimizers": "How many tokens Muon needs to reach AdamW's loss",
 }
 
 
@@ -27,7 +27,7 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     parser = ArgumentParser(
         prog="python -m benchmarks",
-        description="How fast training is. Each command has its own --help.",
+        description="Measures training speed. Each command has its own --help.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="\n".join(f"{name:<12} {text}" for name, text in COMMANDS.items()),
     )
@@ -35,11 +35,11 @@ def main(argv: list[str] | None = None) -> int:
     try:
         command = parser.parse_args(argv[:1]).command
         return import_module(f"benchmarks.{command}").main(argv[1:])
-    except (UserError, OSError, ModuleNotFoundError) as error:  # a lent GPU's Python may lack pytest, for one
+    except (UserError, OSError, ModuleNotFoundError) as error:  # a rented GPU's Python may lack pytest, for example
         print(f"error: {error}", file=sys.stderr)
         return 2
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # closes the runs on the way out
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # unwinds, which ends the runs
     sys.exit(main())

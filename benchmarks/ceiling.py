@@ -1,5 +1,5 @@
-"""Command: what bounds a step on this device: its products, copies and attention at the run's shapes, SDPA's kernel,
-the driver, clocks and power. Writes ceiling.json.
+"""Command: measures what bounds a step on this device: matrix products, copies and attention at the run's shapes,
+SDPA's choice of kernel, the driver, clocks and power. Writes ceiling.json.
 
     python -m benchmarks ceiling --config gpt2 --micro_batch_size 32
 """
@@ -28,7 +28,7 @@ KERNELS = {"chosen": [FLASH, CUDNN, EFFICIENT, SDPBackend.MATH], "flash": FLASH,
 
 
 def seconds(work: Callable[[], object], min_seconds: float = 0.2) -> float:
-    """Of a call on the device: the median of groups that take some milliseconds each, over `least` seconds."""
+    """Seconds per call of `work` on the device: the median over groups of five calls, repeated for `min_seconds`."""
     synchronize = torch.accelerator.synchronize if device().type != "cpu" else lambda: None
     for _ in range(3):
         work()
@@ -44,7 +44,7 @@ def seconds(work: Callable[[], object], min_seconds: float = 0.2) -> float:
 
 
 def products(rows: int, width: int, vocab_size: int, dtype: torch.dtype) -> dict[str, float]:
-    """FLOP/s of the products of a step, forward, by the shape."""
+    """FLOP/s of each matrix product in a forward pass, by shape."""
     shapes = [(width, 3 * width), (width, width), (width, 4 * width), (4 * width, width), (width, vocab_size)]
     speeds = {}
     for inner, outer in shapes:
@@ -54,15 +54,15 @@ def products(rows: int, width: int, vocab_size: int, dtype: torch.dtype) -> dict
 
 
 def busy(rows: int, width: int, vocab_size: int, dtype: torch.dtype) -> dict[str, str]:
-    """What nvidia-smi says while the head's products run, a second of which wait in the device's queue."""
+    """nvidia-smi's output while the device runs the head's products, about a second of which are queued."""
     x, w = (torch.randn(n, width, device=device(), dtype=dtype) for n in (rows, vocab_size))
-    for _ in range(max(1, int(5e14 / (2 * rows * width * vocab_size)))):  # of a GPU of 500 TFLOP/s
+    for _ in range(max(1, int(5e14 / (2 * rows * width * vocab_size)))):  # a second at 500 TFLOP/s
         F.linear(x, w)
     return hardware.nvidia_smi(*SMI)
 
 
 def attention(shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, float | str]:
-    """Milliseconds of a layer's attention forward and backward with each of SDPA's kernels, or why there are none."""
+    """Milliseconds of a layer's attention, forward and backward, with each SDPA kernel, or the kernel's error."""
     q, k, v = (torch.randn(shape, device=device(), dtype=dtype, requires_grad=True) for _ in "qkv")
     gradient = torch.randn(shape, device=device(), dtype=dtype)
 
@@ -84,7 +84,7 @@ def attention(shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, float | s
 
 
 def main(argv: list[str]) -> int:
-    """Measures and returns the exit code."""
+    """Runs the measurements; returns the exit code."""
     parser = ArgumentParser(prog="python -m benchmarks ceiling", allow_abbrev=False)
     parser.add_argument("--config", default="gpt2", help="recipe whose shapes are measured")
     parser.add_argument("--micro_batch_size", type=int, default=32 if device().type != "cpu" else 1)

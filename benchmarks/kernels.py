@@ -1,5 +1,5 @@
-"""Command: the time that each kernel takes in a step of recipe/train.py, or of a peer, by PyTorch's profiler; on a CPU
-that of each operator. Writes kernels.json.
+"""Command: profiles a step of recipe/train.py, or of a peer, with PyTorch's profiler: the time of each kernel, or on a
+CPU of each operator. Writes kernels.json.
 
     python -m benchmarks kernels --micro_batch_size 32 --peer transformers
 """
@@ -17,7 +17,7 @@ from recipe import train
 from recipe.config import parse_config
 from recipe.utils.errors import ArgumentParser
 
-WARMUP_STEPS, PROFILED_STEPS = 6, 10  # steps before those that are profiled, in which programs compile; and these
+WARMUP_STEPS, PROFILED_STEPS = 6, 10  # of optimizer steps; programs compile during warm-up
 
 
 class Enough(Exception):
@@ -25,14 +25,14 @@ class Enough(Exception):
 
 
 def main(argv: list[str]) -> int:
-    """Measures and returns the exit code."""
+    """Profiles the step; returns the exit code."""
     on_cpu = device().type == "cpu"
     parser = ArgumentParser(
         prog="python -m benchmarks kernels", allow_abbrev=False, epilog="Other flags are those of recipe/train.py."
     )
     parser.add_argument("--config", default="shakespeare" if on_cpu else "gpt2", help="recipe whose step is measured")
-    parser.add_argument("--micro_batch_size", type=int, default=8 if on_cpu else 32, help="sequences of a step")
-    parser.add_argument("--peer", default="", help="transformers, or a checkout of karpathy/nanoGPT, in a bare loop")
+    parser.add_argument("--micro_batch_size", type=int, default=8 if on_cpu else 32, help="sequences per step")
+    parser.add_argument("--peer", default="", help="transformers or a checkout of karpathy/nanoGPT, in a bare loop")
     parser.add_argument("--out", default="bench", help="directory of the results")
     arguments, flags = parser.parse_known_args(argv)
     recipe = parse_config([f"--config={arguments.config}", *flags])
@@ -43,12 +43,12 @@ def main(argv: list[str]) -> int:
     report.write(results, Path(arguments.out) / "kernels.json")
     for name, launches, ms in results["kernels"][:25]:
         print(f"{ms:9.3f} ms {launches:7.1f}  {name[:100]}")
-    print(f"{sum(ms for *_, ms in results['kernels']):9.3f} ms a step of {sizes['total_batch_tokens']:,} tokens")
+    print(f"{sum(ms for *_, ms in results['kernels']):9.3f} ms per step of {sizes['total_batch_tokens']:,} tokens")
     return 0
 
 
 def kernels(sizes: dict, flags: list[str], peer_kind: str) -> list[tuple[str, float, float]]:
-    """Name, launches and milliseconds of each kernel in a step, the longest first."""
+    """(name, launches, milliseconds) of each kernel in a step, the slowest first."""
     activity = ProfilerActivity.CPU if device().type == "cpu" else ProfilerActivity.CUDA
     profiler, steps_taken = profile(activities=[activity], acc_events=True), 0
 

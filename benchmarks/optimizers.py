@@ -1,11 +1,11 @@
-"""Command: how many tokens Muon needs to reach AdamW's validation loss, with plain GPT-2.
+"""Command: measures how many tokens Muon needs to reach AdamW's validation loss, with plain GPT-2.
 
     python -m benchmarks optimizers --dataset_name 'books/*.jsonl' --tokenizer own-tokenizer
 
-Both optimizers have the same schedule, and both are tuned: starting from the size's start, each searched field moves by
-one step (a rate by a factor of two) as long as the loss falls by more than SAME, until no neighbor is better. AdamW's
-runs have all steps, Muon's half of them, since that is about as many as it needs. The two best settings are trained
-with every seed, Muon's with more or fewer steps until AdamW's loss lies between those of two lengths.
+Both optimizers have the same schedule, and both are tuned: from the size's starting values, each searched field moves
+by one step (a rate by a factor of two) as long as the loss falls by more than MIN_GAIN, until no neighbor is better.
+AdamW's runs have all steps, Muon's half of them, since that is about as many as it needs. The two best settings are
+trained with every seed, Muon's with more or fewer steps until AdamW's loss lies between those of two lengths.
 
 Each run is recipe/train.py itself. OUT/optimizers.json holds all finished runs, and no run is repeated: an interrupted
 command continues where it stopped.
@@ -28,23 +28,23 @@ from recipe.config import ROOT
 from recipe.utils.checkpoints import read_metrics
 from recipe.utils.errors import ArgumentParser, ExitCode, UserError
 
-MIN_GAIN = 0.005  # nats per token: too small to tell runs apart, about the standard deviation over seeds
-LENGTHS = (0.2, 0.3, 0.4, 0.5, 0.7, 1.0)  # of Muon's runs, as shares of AdamW's steps
-TUNING_LENGTH = 0.5  # the length at which Muon is tuned
+MIN_GAIN = 0.005  # nats per token: a smaller difference is noise (about the standard deviation over seeds)
+LENGTHS = (0.2, 0.3, 0.4, 0.5, 0.7, 1.0)  # of Muon's runs, as fractions of AdamW's steps
+TUNING_LENGTH = 0.5  # of the runs that tune Muon
 Fields = dict[str, float]
 Curve = list[tuple[int, float]]  # tokens, validation loss
 
 
 @dataclass(frozen=True)
 class Size:
-    """A model, how long it trains, and how its optimizers are tuned.
+    """A model, the length of its runs, and how its optimizers are tuned.
 
     Attributes:
         recipe: the run's fields.
         steps: of AdamW's runs.
-        start: optimizer -> the fields with which tuning starts; "warmup" is a share of the steps.
-        search: optimizer -> the tuned fields, each with its values in order; no values: steps by a factor of two.
-        seeds: of the best settings; the search uses the first.
+        start: optimizer -> the fields from which tuning starts; "warmup" is a fraction of the steps.
+        search: optimizer -> the tuned fields, each with its values in order; no values: factors of two.
+        seeds: of the runs with the best settings; the search uses the first.
     """
 
     recipe: dict
@@ -85,9 +85,9 @@ SEARCH: dict[str, dict[str, tuple[float, ...]]] = {
 }
 SIZES = {
     "4x128": Size(SMALL | {"n_layer": 4, "n_head": 4, "n_embd": 128}, 1000, START, SEARCH),
-    # Muon keeps what 4x128 found, which can only favor AdamW.
+    # Muon keeps the values tuned for 4x128, which can only favor AdamW.
     "6x192": Size(SMALL | {"n_layer": 6, "n_head": 6, "n_embd": 192}, 1000, START, {"adamw": SEARCH["adamw"]}),
-    # For a GPU: 42 M tokens a run. The rates are modded-nanogpt's, not tuned; what else stands here was tuned at 4x128.
+    # For a GPU: 42 M tokens per run. The rates are modded-nanogpt's, not tuned; the other values were tuned at 4x128.
     "gpt2": Size(
         {"total_batch_tokens": 65536, "micro_batch_size": "auto", "eval_tokens": 327680, "torch_compile": True},
         640,
@@ -103,21 +103,21 @@ SCHEDULE = {"lr_scheduler_type": "wsd", "decay_fraction": 0.7, "weight_decay": 0
 
 
 class TimeUp(Exception):
-    """A run could not be finished in time."""
+    """A run could not finish in time."""
 
 
 class Runs:
-    """Runs of one size, each done once and kept in `results`, which is written to `path` after each run."""
+    """Runs of one size. Each is trained once; its curve goes into `results`, which is then written to `path`."""
 
     def __init__(self, name: str, arguments: argparse.Namespace, results: dict, path: Path):
-        """`name` is that of the size; `arguments` are the command's."""
+        """`name` is the size's; `arguments` are the command's."""
         self.name, self.results, self._path = name, results, path
         self.size = replace(SIZES[name], steps=arguments.steps or SIZES[name].steps)
         self._data = {"dataset_name": arguments.dataset_name, "tokenizer": arguments.tokenizer}
         self._directory, self._deadline = Path(arguments.runs), time.monotonic() + 60 * arguments.minutes
 
     def curve(self, optimizer: str, fields: Fields, seed: int, share: float) -> Curve:
-        """Validation losses of a run with this share of the steps. Raises TimeUp."""
+        """Validation losses of a run with this fraction of the steps. Raises TimeUp."""
         steps = round(share * self.size.steps)
         values = "-".join(f"{name}={value:g}" for name, value in fields.items())
         name = f"{self.name}-{optimizer}-{values}-seed={seed}-steps={steps}"
@@ -132,7 +132,7 @@ class Runs:
         return self.results["runs"][name]
 
     def final(self, optimizer: str, fields: Fields) -> float:
-        """The last loss, with the first seed, of a run as long as those by which the optimizer is tuned."""
+        """The final loss of a run with the first seed and the length at which the optimizer is tuned."""
         share = TUNING_LENGTH if optimizer == "muon" else 1.0
         return mean_end([self.curve(optimizer, fields, self.size.seeds[0], share)])
 
@@ -154,12 +154,12 @@ class Runs:
 
 
 def mean_end(curves: list[Curve]) -> float:
-    """The loss at the end of a run, the mean over its seeds."""
+    """The final loss, averaged over the seeds."""
     return statistics.mean(curve[-1][1] for curve in curves)
 
 
 def tune(runs: Runs, optimizer: str) -> Fields:
-    """Searches for fields from which no single step lowers the loss by more than SAME."""
+    """Searches for fields from which no single step lowers the loss by more than MIN_GAIN."""
     fields = runs.size.start[optimizer]
     improved = True
     while improved:
@@ -174,7 +174,7 @@ def tune(runs: Runs, optimizer: str) -> Fields:
 
 
 def neighbor(value: float, values: tuple[float, ...], step: int) -> float | None:
-    """The value one step (1 or -1) from this one, a factor of two if there are no `values`; None at the end."""
+    """The value one step (1 or -1) from this one, a factor of two without `values`; None beyond their end."""
     if not values:
         return value * 2.0**step
     index = values.index(value) + step
@@ -182,8 +182,8 @@ def neighbor(value: float, values: tuple[float, ...], step: int) -> float | None
 
 
 def share_of_tokens(ends: dict[float, float], loss: float) -> float | None:
-    """The share of the tokens that reaches this loss, given `ends`, losses by share: interpolated linearly in the
-    logarithm of the length between the two lengths around it. None if it lies outside them."""
+    """The share of the tokens that reaches this loss, given `ends` (share -> final loss): interpolated linearly in the
+    logarithm of the share between the two neighbors. None if the loss lies outside of all."""
     for (shorter, high), (longer, low) in itertools.pairwise(sorted(ends.items())):
         if low <= loss <= high:
             return shorter * (longer / shorter) ** ((high - loss) / (high - low))
@@ -191,7 +191,7 @@ def share_of_tokens(ends: dict[float, float], loss: float) -> float | None:
 
 
 def compare(runs: Runs) -> dict:
-    """Tunes both optimizers, and finds the share of AdamW's tokens that Muon needs."""
+    """Tunes both optimizers and determines the share of AdamW's tokens that Muon needs."""
     best = {optimizer: tune(runs, optimizer) for optimizer in runs.size.start}
 
     def curves_of_seeds(optimizer: str, length: float) -> list[Curve]:
@@ -206,33 +206,33 @@ def compare(runs: Runs) -> dict:
         share = share_of_tokens(end_losses, loss)
         length = neighbor(length, LENGTHS, -1 if end_losses[length] <= loss else 1)
     result = {"size": runs.name, "steps": runs.size.steps, "best": best, "curves": curves, "share_of_tokens": share}
-    if len(runs.size.seeds) > 1:  # the standard deviation of a run's last loss over the seeds
+    if len(runs.size.seeds) > 1:  # the standard deviation of the final loss over the seeds
         variances = [statistics.variance(curve[-1][1] for curve in seed_curves) for seed_curves in curves.values()]
         result["seed_noise"] = statistics.mean(variances) ** 0.5
     return result
 
 
 def lines(result: dict) -> list[str]:
-    """A size's result, in words."""
+    """The lines to print for a size's result."""
     size, share = f"{result['size']}, {result['steps']:,} steps", result["share_of_tokens"]
     sentences = [f"{size}: {optimizer} {fields}" for optimizer, fields in result["best"].items()]
     for name, curves in result["curves"].items():
         sentences.append(f"{size}: {name}: {' and '.join(f'{curve[-1][1]:.3f}' for curve in curves)}")
     needed_share = f"{share:.2f}" if share else "none of these shares"
-    noise = f"; a seed moves a loss by {result['seed_noise']:.3f}" if "seed_noise" in result else ""
-    return [*sentences, f"{size}: Muon has AdamW's loss at {needed_share} of its tokens{noise}"]
+    noise = f"; the loss varies over seeds by {result['seed_noise']:.3f}" if "seed_noise" in result else ""
+    return [*sentences, f"{size}: Muon reaches AdamW's loss with {needed_share} of its tokens{noise}"]
 
 
 def main(argv: list[str]) -> int:
     """Tunes and compares the optimizers at every size, and writes optimizers.json; returns the exit code."""
     parser = ArgumentParser(prog="python -m benchmarks optimizers", allow_abbrev=False)
-    parser.add_argument("--dataset_name", default="recipe/data/tiny_shakespeare.txt", help="text, or shards")
-    parser.add_argument("--tokenizer", default="gpt2", help="gpt2, or a directory (docs/data.md trains one)")
+    parser.add_argument("--dataset_name", default="recipe/data/tiny_shakespeare.txt", help="text or shards")
+    parser.add_argument("--tokenizer", default="gpt2", help="gpt2 or a directory (docs/data.md trains one)")
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["4x128"], help="layers x width; gpt2: 124M")
-    parser.add_argument("--steps", type=int, default=0, help="of AdamW's runs (default: 1000; gpt2: 640)")
-    parser.add_argument("--minutes", type=float, default=1e6, help="stop then; the same command goes on")
+    parser.add_argument("--steps", type=int, default=0, help="steps of AdamW's runs (default: 1000; gpt2: 640)")
+    parser.add_argument("--minutes", type=float, default=1e6, help="stop after this time; the same command continues")
     parser.add_argument("--runs", default="runs/optimizers", help="directory of the runs")
-    parser.add_argument("--out", default="bench", help="directory of the results, and of those to go on from")
+    parser.add_argument("--out", default="bench", help="directory of the results, including those to continue from")
     arguments = parser.parse_args(argv)
     path = Path(arguments.out) / "optimizers.json"
     finished_runs = json.loads(path.read_text())["runs"] if path.exists() else {}
@@ -242,7 +242,7 @@ def main(argv: list[str]) -> int:
         try:
             size_results.append(compare(Runs(size, arguments, results, path)))
         except TimeUp:
-            print(f"the time is up; the same command goes on with what is in {path} and {arguments.runs}")
+            print(f"time is up; the same command continues from {path} and {arguments.runs}")
             return ExitCode.RUN_AGAIN
         report.write(results, path)
     print("\n" + "\n".join(line for result in size_results for line in lines(result)))

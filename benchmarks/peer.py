@@ -1,10 +1,10 @@
-"""A peer of recipe/train.py as a program: the same tokens, initial weights, clipping and AdamW, and one line of
-metrics.jsonl per step, which is a single micro-batch.
+"""A peer of recipe/train.py as a program: the same tokens, initial weights, clipping and AdamW. A step is a single
+micro-batch and writes one line of metrics.jsonl.
 
     python -m benchmarks.peer KIND [--tuned] FLAGS of recipe/train.py
 
-KIND is transformers (its model in a bare loop), trainer (transformers' Trainer with that model) or the directory of a
-checkout of nanoGPT (its model and optimizer in a bare loop).
+KIND is transformers (its model in a bare loop), trainer (transformers' Trainer with that model) or a checkout of
+nanoGPT (its model and optimizer in a bare loop).
 """
 
 import argparse
@@ -28,21 +28,21 @@ from recipe.engine import hardware
 from recipe.model.build import build_model
 from recipe.optim.optimizer import make_optimizer
 
-Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # inputs and targets, each (B, T) -> mean, in nats
+Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # inputs and targets, (B, T) each -> mean loss in nats
 
 
 class Log:
-    """Writes each step's line, with the seconds since the previous step."""
+    """Writes a line per step, with the speed since the previous step."""
 
     def __init__(self, config: Config):
         directory = Path(config.run.output_dir)
         directory.mkdir(parents=True)
-        self._file = open(directory / "metrics.jsonl", "w", buffering=1)  # noqa: SIM115, as long as the program runs
+        self._file = open(directory / "metrics.jsonl", "w", buffering=1)  # noqa: SIM115  open while the program runs
         self._step, self._step_tokens = 0, config.optimizer.total_batch_tokens
         self._step_start = time.perf_counter()
 
     def end_step(self, loss: torch.Tensor) -> None:
-        """Waits for the device, as recipe/train.py does at a step that it logs."""
+        """Waits for the device, as recipe/train.py does at a logged step."""
         value, now = loss.item(), time.perf_counter()
         self._step += 1
         line = {"step": self._step, "loss": value, "tokens_per_second": self._step_tokens / (now - self._step_start)}
@@ -66,7 +66,7 @@ def bare_loop(config: Config, kind: str) -> None:
     data, log = dataset(config), Log(config)
     for step in count():
         windows = torch.from_numpy(data.sequences(step, 0, data.batch_size))  # (B, T + 1)
-        pinned = target.type == "cuda"  # as the trainer
+        pinned = target.type == "cuda"  # as recipe/train.py does
         windows = windows.pin_memory().to(target, non_blocking=True) if pinned else windows.to(target)
         with torch.autocast(target.type, autocast_dtype) if autocast_dtype else nullcontext():
             loss = loss_function(windows[:, :-1], windows[:, 1:])
@@ -80,27 +80,27 @@ def bare_loop(config: Config, kind: str) -> None:
 
 
 def dataset(config: Config) -> TokenDataset:
-    """The trainer's data, in its order."""
+    """The data of recipe/train.py in its order."""
     length = config.data.sequence_length
     sequences = config.optimizer.total_batch_tokens // length
     return TokenDataset(find_shards(config.data.dataset_name, "train"), length, sequences, config.run.seed)
 
 
 def transformers_model(config: Config) -> tuple[torch.nn.Module, Loss]:
-    """transformers' GPT2LMHeadModel with the weights that recipe/train.py starts from, on the CPU."""
+    """transformers' GPT2LMHeadModel, on the CPU, with the initial weights of recipe/train.py."""
     initial = build_model(config)
     gpt2_config = initial.config
     gpt2_config.use_cache = False
     gpt2_config._attn_implementation = "sdpa"
     model = transformers.GPT2LMHeadModel(gpt2_config)
     model.transformer.load_state_dict(initial.transformer.state_dict())
-    model.loss_type = "ForCausalLM"  # if it is None, each loss warns, which breaks a compiled graph
+    model.loss_type = "ForCausalLM"  # None makes each loss warn, which breaks a compiled graph
     return model.train(), lambda x, y: model(input_ids=x, labels=y, shift_labels=y.contiguous()).loss
 
 
 def nanogpt(config: Config, checkout: str, target: torch.device) -> tuple[torch.nn.Module, Loss, torch.optim.Optimizer]:
-    """nanoGPT's GPT and its optimizer from the checkout, with the vocabulary of 50,304 that it uses from scratch: the
-    first 50,257 rows have recipe/train.py's initial weights, the others nanoGPT's own."""
+    """nanoGPT's GPT and its optimizer from the checkout, with its default vocabulary of 50,304: the first 50,257 rows
+    have recipe/train.py's initial weights, the others nanoGPT's own."""
     sys.path.insert(0, checkout)
     module = importlib.import_module("model")
     m, opt = config.model, config.optimizer
@@ -119,11 +119,11 @@ def nanogpt(config: Config, checkout: str, target: torch.device) -> tuple[torch.
 
 
 def hf_trainer(config: Config) -> None:
-    """transformers' Trainer, as run_clm uses it, with the settings that make it fastest."""
+    """Trains with transformers' Trainer as run_clm uses it, with its fastest settings. Never returns."""
     data, log = dataset(config), Log(config)
-    windows = torch.from_numpy(data.sequences(0, 0, 64 * data.batch_size))  # more steps than are compared
+    windows = torch.from_numpy(data.sequences(0, 0, 64 * data.batch_size))  # more steps than peers.py compares
     examples = [{"input_ids": window[:-1], "labels": window[1:], "shift_labels": window[1:]} for window in windows]
-    # Repeated, since a new epoch would start new data loaders.
+    # Repeated, since a new epoch would restart the data loader's workers.
     train_dataset = torch.utils.data.ConcatDataset([examples] * 10_000)  # ty: ignore[invalid-argument-type]  a list will do
 
     class LossKeepingTrainer(transformers.Trainer):
@@ -164,10 +164,10 @@ def hf_trainer(config: Config) -> None:
 
 
 def main() -> None:
-    """Trains the peer that the command line names, until the process is killed."""
+    """Trains the peer given on the command line until the process is killed."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("kind", help="transformers, trainer, or a checkout of karpathy/nanoGPT")
-    parser.add_argument("--tuned", action="store_true", help="with the allocator and threads of recipe/train.py")
+    parser.add_argument("--tuned", action="store_true", help="use the allocator and thread settings of recipe/train.py")
     arguments, flags = parser.parse_known_args()
     config = parse_config(flags)
     if arguments.tuned and device().type == "cpu":

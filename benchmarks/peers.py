@@ -1,5 +1,5 @@
-"""Command: compares recipe/train.py with peers that do the same work on the same device, in turns. Prints a
-table and writes peers.json.
+"""Command: compares the speed of recipe/train.py with peers that do the same work on the same device, in turns. Prints
+a table and writes peers.json.
 
     python -m benchmarks peers --rounds 2 --nanogpt DIRECTORY
 """
@@ -20,15 +20,15 @@ from recipe.engine import hardware
 from recipe.utils.errors import ArgumentParser, UserError
 
 COMPARED_STEPS = 20  # steps whose losses must agree
-# Nats between two runs' losses at a step: rounding alone in the same precision; bf16's rounding between two.
+# Largest difference of two runs' losses at a step, in nats: rounding in one precision; bf16's between two precisions.
 TOLERANCE, PRECISION_TOLERANCE = 0.01, 0.05
-Peer = tuple[str, list, dict]  # its name, its command, the fields in which it differs from ours
+Peer = tuple[str, list, dict]  # name, command, the fields in which it differs from our run
 
 
 def contenders(precision: str, nanogpt: str, on_cpu: bool) -> list[Peer]:
-    """The most telling first: on a GPU recipe/train.py without the fused loss; nanoGPT's model from a checkout;
-    transformers' model and Trainer at their best settings, then with less. On a CPU each peer runs twice: with the
-    default allocator, and with our trainer's settings. Raises UserError if there is no checkout."""
+    """All peers, the most informative first: on a GPU recipe/train.py without the fused loss; nanoGPT's model from a
+    checkout; transformers' model and Trainer at their best settings, then without compilation. On a CPU each peer runs
+    twice: with the default allocator, and with recipe/train.py's. Raises UserError if the checkout is missing."""
     program = ["-m", "benchmarks.peer"]
     loop, compiled = "transformers in a bare loop", {"torch_compile": True}
     eager = {"torch_compile": False}
@@ -56,11 +56,11 @@ def contenders(precision: str, nanogpt: str, on_cpu: bool) -> list[Peer]:
 
 def compare(recipe_run: Run, peer_run: Run, rounds: int, seconds: float, tolerance: float) -> dict:
     """Returns our speed over the peer's (`times_as_fast`), tokens_per_second and peak_memory_bytes of both, and
-    losses_apart (of the first steps, in nats). Raises Void if one fails, or their losses differ by more than
-    `tolerance`."""
+    losses_apart, the largest difference over the first steps in nats. Raises Void if a run fails, or the losses differ
+    by more than `tolerance`."""
     for run in (peer_run, recipe_run):
         run.turn(0, min_steps=COMPARED_STEPS)
-    # A loss that is not finite is null in our metrics.jsonl. max may pass over NaN.
+    # A non-finite loss is null in our metrics.jsonl. A plain max may skip NaN.
     losses = (
         [math.nan if line["loss"] is None else line["loss"] for line in run.lines[:COMPARED_STEPS]]
         for run in (recipe_run, peer_run)
@@ -77,7 +77,7 @@ def compare(recipe_run: Run, peer_run: Run, rounds: int, seconds: float, toleran
 
 
 def measure(fields: dict, peers: list[Peer], arguments: argparse.Namespace, directory: Path) -> Iterator[dict]:
-    """Yields a dict per peer: its name and the result of `compare`, or a ratio of None and the reason, `void`."""
+    """Yields a dict per peer: its name and the result of `compare`, or a ratio of None and the reason in `void`."""
     deadline = time.monotonic() + 60 * arguments.minutes
     with closing(Run(trainer(), fields, directory)) as recipe_run:
         for name, command, overrides in peers:
@@ -87,7 +87,7 @@ def measure(fields: dict, peers: list[Peer], arguments: argparse.Namespace, dire
             recipe_run.pause()
             try:
                 if time.monotonic() > deadline:
-                    raise Void("skipped: the time is up")
+                    raise Void("skipped: time is up")
                 with closing(Run(command, fields | overrides, directory)) as peer_run:
                     yield row | compare(recipe_run, peer_run, arguments.rounds, arguments.seconds, tolerance)
             except Void as void:
@@ -126,12 +126,12 @@ def _parser(on_cpu: bool) -> argparse.ArgumentParser:
     parser = ArgumentParser(prog="python -m benchmarks peers", allow_abbrev=False)
     parser.add_argument("--config", default="shakespeare" if on_cpu else "gpt2", help="recipe whose model is measured")
     parser.add_argument("--precision", default="", help="fp32, tf32, bf16 or fp16 (default: the device's best)")
-    parser.add_argument("--micro_batch_size", type=int, default=8 if on_cpu else 64, help="sequences of a step")
-    parser.add_argument("--sequence_length", type=int, default=0, help="tokens a sequence (default: the recipe's)")
-    parser.add_argument("--rounds", type=int, default=3, help="of A B B A")
-    parser.add_argument("--seconds", type=float, default=4.0, help="of a turn")
-    parser.add_argument("--minutes", type=float, default=1e4, help="begin no comparison later than this")
-    parser.add_argument("--only", default="", help="peers whose name this regular expression matches")
-    parser.add_argument("--nanogpt", default="", help="checkout of karpathy/nanoGPT to run beside ours")
+    parser.add_argument("--micro_batch_size", type=int, default=8 if on_cpu else 64, help="sequences per step")
+    parser.add_argument("--sequence_length", type=int, default=0, help="tokens per sequence (default: the recipe's)")
+    parser.add_argument("--rounds", type=int, default=3, help="number of rounds A B B A")
+    parser.add_argument("--seconds", type=float, default=4.0, help="length of a turn")
+    parser.add_argument("--minutes", type=float, default=1e4, help="start no comparison after this time")
+    parser.add_argument("--only", default="", help="only peers whose name matches this regular expression")
+    parser.add_argument("--nanogpt", default="", help="checkout of karpathy/nanoGPT, as another peer")
     parser.add_argument("--out", default="bench", help="directory of the results")
     return parser

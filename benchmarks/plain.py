@@ -1,4 +1,4 @@
-"""recipe/train.py without some of the optimizations that are no fields of a recipe: the scoreboard's first rows.
+"""recipe/train.py without optimizations that no config field turns off, for the scoreboard's first rows.
 
 python -m benchmarks.plain attention,adamw,vocabulary FLAGS of recipe/train.py
 """
@@ -17,13 +17,13 @@ from recipe.engine import strategy
 
 
 def naive_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float) -> torch.Tensor:
-    """Causal softmax attention over (B, H, T, K) that writes all scores, (B, H, T, T), to memory."""
+    """Causal softmax attention over (B, H, T, K) that writes all scores (B, H, T, T) to memory."""
     future = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).triu(1)
     scores = (q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])).masked_fill(future, -math.inf)
     return F.dropout(scores.softmax(-1), dropout) @ v
 
 
-# What can be omitted, and the facts of a Device in its place.
+# What can be omitted -> the fields of a Device that replace it.
 CHANGES = {
     "attention": {"attention": naive_attention},
     "adamw": {"adamw": "foreach"},  # torch's default on a GPU
@@ -32,7 +32,7 @@ CHANGES = {
 
 
 def main(argv: list[str]) -> int:
-    """Trains without what the first word lists; returns the exit code."""
+    """Trains without the optimizations that the first argument lists; returns the exit code."""
     names, *flags = argv
     changes = {field: value for name in names.split(",") for field, value in CHANGES[name].items()}
     local_device = strategy.local_device

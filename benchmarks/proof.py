@@ -1,10 +1,10 @@
-"""Command: what a GPU can prove in ten minutes, the most valuable first; it needs no network, no git and no .venv.
+"""Command: the full GPU benchmark in ten minutes, the most valuable steps first. Needs no network, no git, no .venv.
 
     python -m benchmarks proof --out bench/h100 --nanogpt DIRECTORY --text SHARDS
 
-Each step is a process of its own with a time limit, and its result is written at once to OUT/NN-NAME.json: whatever
-fails, hangs or is cut off costs only itself. Repeated, the command takes the steps that have not succeeded, and keeps
-what they had said, as `before`. They run in OUT-work/NN-NAME, where those that failed leave their files.
+Each step is a process of its own with a time limit, and its result is written at once to OUT/NN-NAME.json: a step that
+fails, hangs or is killed costs only itself. Run again, the command repeats the steps that have not succeeded, and keeps
+their earlier results as `before`. Steps run in OUT-work/NN-NAME, where a failed one leaves its files.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from recipe.utils.checkpoints import read_metrics
 from recipe.utils.errors import ArgumentParser, UserError
 from recipe.utils.files import replace_file
 
-GRACE_S = 10  # for a step that has to end
-MIN_STEP_S = 15  # with less time left no step is begun
-TIMED_OUT = 124  # the exit code of a step that ran past its limit
+GRACE_S = 10  # between terminating and killing a step
+MIN_STEP_S = 15  # no step starts with less time left
+TIMED_OUT = 124  # the exit code recorded for a step that exceeds its limit
 
 
 class Step(NamedTuple):
-    """A command of Python's that is run in a directory of its own, and what it may take."""
+    """A Python command, which runs in a directory of its own, with its time limit."""
 
     name: str
     limit: float  # seconds
@@ -40,7 +40,7 @@ class Step(NamedTuple):
 
 
 def steps(nanogpt: str, text: str) -> list[Step]:
-    """All steps in order. After the first ten minutes' worth comes what is left to know."""
+    """All steps in order. The first ones fill ten minutes; the others are less important."""
     data = {"dataset_name": "data", "train_text": ROOT / "recipe/data/tiny_shakespeare.txt", "val_fraction": 0.1}
     fields = {"max_steps": 30, "warmup_steps": 2, "total_batch_tokens": 131072, "logging_steps": 1, "eval_steps": "end"}
     fields |= {"eval_tokens": 16384, "save_steps": "end", "hellaswag_steps": 0, "sample_steps": 0, "streaming": False}
@@ -68,7 +68,7 @@ def steps(nanogpt: str, text: str) -> list[Step]:
         benchmark("eager-peers", 180, *peers, "--micro_batch_size=16", "--only=(bf16|fp16|fp32)$"),
         benchmark("scoreboard", 480, *rows, "64", "--minutes=7"),
     ]
-    if text:  # the text that ships is too little for these
+    if text:  # the text that ships with the project is too short for these
         best = [str(ROOT / "recipe/best.py"), f"--text={text}", "--hours=0.1", "--output_dir=run"]
         all_steps.append(Step("best", 420, best))
         words = ["optimizers", "--sizes=gpt2", f"--dataset_name={text}", "--minutes=8", "--runs=runs"]
@@ -77,8 +77,7 @@ def steps(nanogpt: str, text: str) -> list[Step]:
 
 
 def prove(steps: list[Step], out: Path, minutes: float) -> int:
-    """Runs the steps whose result does not say that they succeeded, until the time is up; returns the number of those
-    that have not succeeded."""
+    """Runs the steps that have not succeeded yet, until the time is up; returns the number that still have not."""
     deadline, n_missing, conditions = time.monotonic() + 60 * minutes, 0, report.circumstances()
     out.mkdir(parents=True, exist_ok=True)
     for number, step in enumerate(steps, 1):
@@ -91,28 +90,30 @@ def prove(steps: list[Step], out: Path, minutes: float) -> int:
                 continue
         seconds_left = deadline - time.monotonic()
         if seconds_left < MIN_STEP_S:
-            print(f"LATE   {path.stem}: not begun, the time is up", flush=True)
+            print(f"LATE   {path.stem}: not started, time is up", flush=True)
             n_missing += 1
             continue
         print(f"...    {path.stem}", flush=True)
         work_dir = out.with_name(f"{out.name}-work") / path.stem
         outcome = run(step, work_dir, min(step.limit, seconds_left))
-        # Also where a number is not finite.
+        # Unlike report.write, this accepts non-finite numbers.
         record = {**conditions, "step": step.name, **outcome, **previous}
         replace_file(path, (json.dumps(record, indent=1) + "\n").encode())
         n_missing += outcome["rc"] != 0
         verdict = "ok    " if outcome["rc"] == 0 else "KILLED" if outcome["rc"] == TIMED_OUT else "FAILED"
         print(f"{verdict} {path.stem} in {outcome['seconds']:.0f} s: {headline(outcome['result'])}", flush=True)
-    print(f"\n{len(steps) - n_missing} of {len(steps)} steps have succeeded; the same command takes the others: {out}")
+    print(
+        f"\n{len(steps) - n_missing} of {len(steps)} steps have succeeded; the same command repeats the others: {out}"
+    )
     return n_missing
 
 
 def run(step: Step, work_dir: Path, limit: float) -> dict:
-    """Runs a step; returns its command, rc, seconds and result."""
+    """Runs a step; returns its command, rc, seconds, limit and result."""
     work_dir.mkdir(parents=True, exist_ok=True)
     start_time, clock_start, command = time.time(), time.monotonic(), [sys.executable, *step.words]
     python_path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    # Unbuffered: what a step prints stands before its error, and is there of one that is killed.
+    # Unbuffered: output comes before a later error and is not lost if the step is killed.
     variables = {"PYTHONPATH": python_path, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
     with open(work_dir / "output", "w") as output:
         process = psutil.Popen(
@@ -134,7 +135,7 @@ def run(step: Step, work_dir: Path, limit: float) -> dict:
 
 
 def end(process: psutil.Popen) -> None:
-    """Ends a step and all that it has started, which may be in sessions of their own, and paused."""
+    """Ends a step and all its descendants, which may be paused and in sessions of their own."""
     family = [process]
     with suppress(psutil.NoSuchProcess):
         family += process.children(recursive=True)
@@ -147,11 +148,11 @@ def end(process: psutil.Popen) -> None:
 
 
 def result_of(work_dir: Path, start_time: float) -> dict:
-    """The JSON files that a step has written since it began, the figures of its run, and its last lines."""
+    """The JSON files that a step has written since its start, the figures of its run, and its first and last lines."""
     result: dict = {}
     for path in (*work_dir.glob("*.json"), *work_dir.glob("runs/*.json")):
         if path.stat().st_mtime >= start_time:
-            with suppress(ValueError):  # it was being written
+            with suppress(ValueError):  # half written
                 result[path.stem] = json.loads(path.read_text())
     metrics = work_dir / "run" / "metrics.jsonl"
     if metrics.exists() and len(lines := [line for line in read_metrics(metrics) if line["step"]]) > 2:
@@ -160,11 +161,11 @@ def result_of(work_dir: Path, start_time: float) -> dict:
         result["losses"] = [line["loss"] and round(line["loss"], 4) for line in lines]  # null if not finite
     output = (work_dir / "output").read_text(errors="replace").splitlines()
     lines = [line.strip() for line in output if line.strip()]
-    return result | {"output": lines[:30] + lines[30:][-30:]}  # a run's first lines say what it decided
+    return result | {"output": lines[:30] + lines[30:][-30:]}  # a run's first lines show its configuration
 
 
 def headline(result: dict) -> str:
-    """What a step has measured, as far as it came, in one line; of others their last one."""
+    """A step's measurements in one line, as far as it got; without any, its last line of output."""
     parts = []
     for row in result.get("peers", {}).get("rows", []):
         parts.append(f"{row['ratio']:.2f}x {row['name']}" if row["ratio"] else f"{row['name']}: {row['void']}")
@@ -177,12 +178,12 @@ def headline(result: dict) -> str:
 
 
 def main(argv: list[str]) -> int:
-    """Runs the proof; returns the exit code, 0 if all steps have succeeded."""
+    """Runs the benchmark; returns the exit code, 0 if all steps have succeeded."""
     parser = ArgumentParser(prog="python -m benchmarks proof", allow_abbrev=False)
     parser.add_argument("--out", default="bench/proof", help="directory of the results")
-    parser.add_argument("--nanogpt", default="", help="checkout of karpathy/nanoGPT, a peer")
-    parser.add_argument("--text", default="", help="text or shards, with which the optimizers are compared, too")
-    parser.add_argument("--minutes", type=float, default=10, help="of all steps")
+    parser.add_argument("--nanogpt", default="", help="checkout of karpathy/nanoGPT, as another peer")
+    parser.add_argument("--text", default="", help="text or shards for recipe/best.py and the optimizers")
+    parser.add_argument("--minutes", type=float, default=10, help="time limit of all steps together")
     arguments = parser.parse_args(argv)
     nanogpt, text = (path and str(Path(path).absolute()) for path in (arguments.nanogpt, arguments.text))
     if nanogpt and not (Path(nanogpt) / "model.py").is_file():

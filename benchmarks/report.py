@@ -14,11 +14,11 @@ from recipe.config import Config
 from recipe.engine import hardware
 from recipe.estimate.memory import flops_per_token, parameter_count
 
-FLOPS_FORMULA = "6 N + 12 L D T a token (PaLM, appendix B), N without position embeddings, the true vocabulary"
+FLOPS_FORMULA = "6 N + 12 L D T per token (PaLM, appendix B), N without position embeddings, unpadded vocabulary"
 
 
 def circumstances() -> dict:
-    """The conditions without which the numbers mean nothing."""
+    """The conditions of the measurement: device, versions, date and command."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else str(accelerator).upper()
     return {
@@ -43,6 +43,6 @@ def measured_model(config: Config) -> dict:
 
 
 def write(results: dict, path: Path) -> None:
-    """Writes the results as JSON. Raises ValueError for a number that is not finite."""
+    """Writes the results as JSON. Raises ValueError for a non-finite number."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(results, indent=1, allow_nan=False) + "\n")

@@ -1,5 +1,5 @@
-"""Training programs in separate processes, timed by the metrics.jsonl that they write: recipe/train.py as a user starts
-it, and peers that do the same work."""
+"""Training programs in separate processes, timed by their metrics.jsonl: recipe/train.py as a user starts it, and peers
+that do the same work."""
 
 import io
 import json
@@ -20,8 +20,8 @@ import torch
 from recipe.config import ROOT, DataConfig
 from recipe.data.prepare import prepare
 
-# Fields of all runs. The learning rate is constant, and so small that rounding errors do not grow within the steps
-# whose losses are compared.
+# Fields of all runs. The learning rate is constant, and so small that rounding errors do not grow over the compared
+# steps.
 FIELDS = {
     "optim": "adamw",
     "lr_scheduler_type": "cosine",
@@ -37,12 +37,12 @@ FIELDS = {
 
 
 class Void(Exception):
-    """A run that fails on this device or did different work; the message gives the reason."""
+    """A run that fails on this device or does different work; the message gives the reason."""
 
 
 class Run:
-    """A program that trains until it is closed, except while it is paused; `lines` are those that its steps have
-    written."""
+    """A program that trains, except while it is paused, until it is closed; `lines` are its steps' lines of
+    metrics.jsonl."""
 
     def __init__(self, program: list, fields: dict, directory: Path, processes: int = 1):
         """`program`, the arguments of a Python command, takes `fields` as flags. `directory` comes from `shards`."""
@@ -62,13 +62,13 @@ class Run:
             )
 
     def turn(self, seconds: float, min_steps: int = 1, timeout: float = 600) -> float:
-        """Lets the program run for `seconds` of whole steps, and until it has taken `least` steps in total; then pauses
-        it and returns these steps' median tokens per second. Raises Void if it ends, or takes no step for `timeout`
-        seconds."""
+        """Lets the program run for `seconds` of complete steps and until it has taken `min_steps` in total, pauses it,
+        and returns these steps' median tokens per second. Raises Void if it ends, or completes no step within
+        `timeout` seconds."""
         self._send(signal.SIGCONT)
         self._read_lines()
-        # The next step does not count: it was interrupted, or it is the first one, which compiles; it also refills the
-        # caches and memory that the other run has displaced.
+        # The next step does not count: it was interrupted or is the first, which compiles, and it refills the caches
+        # that the other run has displaced.
         first_line, deadline = len(self.lines) + 1, time.monotonic() + timeout
         while True:
             time.sleep(0.1)
@@ -84,7 +84,7 @@ class Run:
                 raise Void(f"no step in {timeout:.0f} s")
 
     def pause(self) -> None:
-        """Stops the program until its next turn."""
+        """Pauses the program until its next turn."""
         self._send(signal.SIGSTOP)
 
     def close(self) -> None:
@@ -93,7 +93,7 @@ class Run:
         self._process.wait()
 
     def _send(self, signal_number: int) -> None:
-        with suppress(ProcessLookupError):  # `turn` finds out
+        with suppress(ProcessLookupError):  # `turn` will notice
             os.killpg(self._process.pid, signal_number)
 
     def _read_lines(self) -> None:
@@ -101,23 +101,23 @@ class Run:
         with suppress(FileNotFoundError), open(self._metrics, "rb") as file:
             file.seek(self._offset)
             for text in file:
-                if text.endswith(b"\n"):  # else it is being written
+                if text.endswith(b"\n"):  # else half written
                     self._offset += len(text)
                     if (line := json.loads(text))["step"] > 0:
                         self.lines.append(line)
 
     def _error(self) -> str:
-        """Why the program ended, in one line."""
+        """Why the program ended: its error message, or its last line."""
         output = self._log.read_text(errors="replace").strip()
         if "out of memory" in output.lower():
             return "out of memory"
         errors = re.findall(r"^error: (.*)", output, re.MULTILINE)
-        return errors[-1] if errors else f"it ended: {output.rpartition(chr(10))[2]}"
+        return errors[-1] if errors else f"the program ended: {output.rpartition(chr(10))[2]}"
 
 
 def interleave(turns: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """The results of each one's two turns per round, A B B A; those at the same index are neighbors in time, so that a
-    drift of the machine cancels in their ratio."""
+    """The results of each run's two turns per round, A B B A. Results at the same index are neighbors in time, so that
+    a drift of the machine's speed cancels in their ratio."""
     results = {name: [] for name in turns}
     for _ in range(rounds):
         for name in [*turns, *reversed(turns)]:
@@ -126,14 +126,14 @@ def interleave(turns: dict[str, Callable[[], float]], rounds: int) -> dict[str, 
 
 
 def times_as_fast(rates: list[float], peer_rates: list[float]) -> dict[str, float]:
-    """The speed of the first over its peer's: ratio, the median over neighbors in time, and its range, low and high."""
+    """The speed over the peer's: ratio, the median over neighbors in time, and its range, low and high."""
     ratios = [rate / peer_rate for rate, peer_rate in zip(rates, peer_rates, strict=True)]
     return {"ratio": statistics.median(ratios), "low": min(ratios), "high": max(ratios)}
 
 
 def trainer(processes: int = 1, omitted: Sequence[str] = ()) -> list:
-    """The command that starts recipe/train.py in this many processes; or in one, `without` what benchmarks/plain.py
-    can omit."""
+    """The command that starts recipe/train.py in this many processes; in a single one, `omitted` lists optimizations
+    that benchmarks/plain.py omits."""
     if omitted:
         return ["-m", "benchmarks.plain", ",".join(omitted)]
     script = ROOT / "recipe/train.py"
@@ -145,13 +145,13 @@ def trainer(processes: int = 1, omitted: Sequence[str] = ()) -> list:
 
 
 def device() -> torch.device:
-    """The accelerator of this machine, or its CPU."""
+    """This machine's accelerator, or else its CPU."""
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
 @contextmanager
 def shards() -> Generator[Path, None, None]:
-    """A directory for the runs with `shards` of tiny Shakespeare, the text that ships; deleted at the end."""
+    """A temporary directory for the runs, with `shards` of tiny Shakespeare, the text that ships with the project."""
     text = ROOT / "recipe/data/tiny_shakespeare.txt"
     with tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as name:
         with redirect_stdout(io.StringIO()):

@@ -1,12 +1,11 @@
-"""Command: fits the law by which recipe/best.py chooses a size, and measures how well it predicts.
+"""Command: fits the scaling law by which recipe/best.py chooses a size, and measures how well it predicts.
 
     python -m benchmarks scaling --texts books.jsonl code.jsonl recipe/data/tiny_shakespeare.txt
 
-Trains sizes and lengths of GRID on each text, as recipe/best.py would. The law is fitted to these and to all runs that
-recipe/estimate/scaling.json has (of three texts they are those of recipe/best.py and its neighbors), each text with a
-line of its own. How well it predicts is then measured as recipe/best.py uses it: two short runs of a text give the loss
-of a longer one of another size. Each run is recipe/train.py itself. None is repeated; a text takes ten minutes on a
-core.
+Trains the sizes and lengths of GRID on each text, as recipe/best.py would. The law is fitted to these runs and to all
+in recipe/estimate/scaling.json (for three texts: recipe/best.py's own runs and their neighbors), each text with a line
+of its own. Its predictions are then measured as recipe/best.py uses them: two short runs on a text predict the loss of
+a longer one of another size. Each run is recipe/train.py itself. None is repeated; a text takes ten minutes on a core.
 """
 
 from __future__ import annotations
@@ -33,16 +32,16 @@ from recipe.utils.errors import ArgumentParser, UserError
 
 # Layers, width, tokens.
 GRID = ((2, 64, 32_768), (2, 64, 128_000), (2, 64, 512_000), (4, 128, 1_024_000), (2, 64, 2_048_000))
-TRIALS, RUN = ((0, 1), (1, 2)), 3  # of a text's runs, pairs that predict, and what they predict
-MIN_TRIAL_GAP = 0.5  # nats by the law, of the two trials of recipe/best.py at least
+TRIALS, RUN = ((0, 1), (1, 2)), 3  # of a text's runs: the pairs that predict, and the run that they predict
+MIN_TRIAL_GAP = 0.5  # nats by the law: the smallest difference of recipe/best.py's two trials
 
 
 def train(text: Text, layers: int, width: int, tokens: int) -> float:
-    """The validation loss after so many tokens."""
+    """Trains a size for this many tokens; returns the validation loss."""
     values = {name: value for name, (value, _) in recipe((layers, width), text, tokens, 1).items()}
     with tempfile.TemporaryDirectory() as directory:
         values |= {"max_steps": tokens // 1024, "total_batch_tokens": 1024, "output_dir": directory, "seed": 1}
-        values["eval_tokens"] = 65_536  # all that is held out of a short text
+        values["eval_tokens"] = 65_536  # all validation tokens of a short text
         words = [f"--{name}={value}" for name, value in values.items()]
         code = subprocess.run([sys.executable, ROOT / "recipe/train.py", *words], stdout=subprocess.DEVNULL).returncode
         if code:
@@ -51,8 +50,8 @@ def train(text: Text, layers: int, width: int, tokens: int) -> float:
 
 
 def fit(runs_by_text: list[list[dict]]) -> float:
-    """Sets A, a and R of recipe/best.py's law, by which all texts are fitted best, each by a straight line of it, and E
-    and s, the first text's line. Returns the standard deviation of relative errors."""
+    """Sets the constants of recipe/best.py's law: A, a and R bring each text's losses closest to a straight line in the
+    law's value; E and s are the first text's line. Returns the RMS of the relative errors."""
     constants = SCALING["law"]
 
     def line(runs: list[dict]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -74,14 +73,14 @@ def fit(runs_by_text: list[list[dict]]) -> float:
 
 
 def predicted(runs: list[dict]) -> list[float]:
-    """The relative errors of RUN's loss on a text, by each pair of TRIALS."""
+    """The relative errors of RUN's loss on a text as predicted by each pair of TRIALS."""
     points = [(law(tuple(run["size"]), run["tokens"], run["unique"]), run["loss"]) for run in runs]
     value, loss = points[RUN]
     return [round(line_through([points[i], points[j]])(value) / loss - 1, 3) for i, j in TRIALS]
 
 
 def as_said(runs: list[dict]) -> list[bool]:
-    """Whether each run's loss is within what recipe/best.py would say, having tried two that are higher and apart."""
+    """Whether each run's loss lies within recipe/best.py's forecast from two runs of higher losses, far apart."""
     points = [(law(tuple(run["size"]), run["tokens"], run["unique"]), run["loss"]) for run in runs]
     is_within = []
     for highest, middle, (value, loss) in itertools.combinations(sorted(points, reverse=True), 3):
@@ -92,9 +91,9 @@ def as_said(runs: list[dict]) -> list[bool]:
 
 
 def main(argv: list[str]) -> int:
-    """Trains what is missing, fits and writes recipe/estimate/scaling.json; returns the exit code."""
+    """Trains the missing runs, fits the law and writes recipe/estimate/scaling.json; returns the exit code."""
     parser = ArgumentParser(prog="python -m benchmarks scaling", allow_abbrev=False)
-    parser.add_argument("--texts", nargs="+", required=True, help="files, of which the missing runs are trained")
+    parser.add_argument("--texts", nargs="+", required=True, help="text files on which to train the missing runs")
     path, result = ROOT / "recipe/estimate/scaling.json", SCALING | {"circumstances": report.circumstances()}
     for name in parser.parse_args(argv).texts:
         stem = Path(name).stem
@@ -115,7 +114,9 @@ def main(argv: list[str]) -> int:
     result |= {"law": SCALING["law"], "residual": round(residual, 4), "errors": errors}
     path.write_text(json.dumps(result, indent=1) + "\n")
     print(f"law: {SCALING['law']}, within {residual:.2%}")
-    print(f"errors of a prediction by two short runs, and by two longer ones: {errors}")
+    print(f"relative errors of predictions from two short runs, and from two longer ones: {errors}")
     outcomes = [is_within for runs in runs_by_text for is_within in as_said(runs)]
-    print(f"of {len(outcomes)} forecasts by any two runs, {sum(outcomes)} lie within what recipe/best.py says of them")
+    print(
+        f"of {len(outcomes)} forecasts by any two runs, {sum(outcomes)} lie within the error that recipe/best.py states"
+    )
     return 0

@@ -1,5 +1,5 @@
-"""Command: the speed of recipe/train.py here by optimization, micro-batch, processes and size, and below it what others
-published. Each row is a separate run, timed by its metrics.jsonl. Writes scoreboard.json and scoreboard.md.
+"""Command: measures the speed of recipe/train.py by optimization, micro-batch, processes and size, and lists published
+speeds below. Each row is a separate run, timed by its metrics.jsonl. Writes scoreboard.json and scoreboard.md.
 
     python -m benchmarks scoreboard --sweep micro_batch_size --sizes gpt2 gpt2-medium gpt2-large gpt2-xl
     python -m benchmarks scoreboard --merge h100/scoreboard.json cpu/scoreboard.json     several machines in one table
@@ -31,7 +31,7 @@ from recipe.estimate.memory import flops_per_token
 from recipe.utils.errors import ArgumentParser
 from recipe.utils.units import si
 
-COLUMNS = {  # of the table: key of a row -> heading, format
+COLUMNS = {  # key of a row -> heading, format
     "machine": ("machine", "{}"),
     "name": ("setup", "{}"),
     "size": ("model", "{}"),
@@ -45,22 +45,22 @@ COLUMNS = {  # of the table: key of a row -> heading, format
 
 @dataclass(frozen=True)
 class Row:
-    """A run: the fields in which it differs from the best of the ladder so far, or a size from its recipe; and
-    "without", what benchmarks/plain.py omits."""
+    """A run: the fields in which it differs from the rows kept so far or, for a model size, from its recipe. "without"
+    lists what benchmarks/plain.py omits."""
 
     name: str
     overrides: dict
-    kept: bool = False  # by the rows below, if it runs
+    kept: bool = False  # the rows below build on it, if it runs
     processes: int = 1
 
 
 def rows_of(arguments: argparse.Namespace, length: int, on_cpu: bool) -> list[Row]:
-    """The requested runs in order. A step has `arguments.sequences` sequences per process, split into micro-batches
-    until the row that takes all at once."""
+    """The requested runs in order. A step has `arguments.sequences` sequences per process, in several micro-batches up
+    to the row "micro-batch"."""
     sequences = arguments.sequences
     baseline = {"precision": "fp32", "micro_batch_size": max(1, sequences // (2 if on_cpu else 8))}
     baseline |= {"torch_compile": False, "loss_chunk_size": 0, "gradient_checkpointing": False, "fused_loss": False}
-    baseline |= {"without": ("attention", "vocabulary", "adamw")}  # as the scaling journal and build-nanogpt began
+    baseline |= {"without": ("attention", "vocabulary", "adamw")}  # where the scaling journal and build-nanogpt start
     rows = [
         Row("fp32", baseline, kept=True),
         Row("tf32", {"precision": "tf32"}, kept=True),
@@ -80,13 +80,13 @@ def rows_of(arguments: argparse.Namespace, length: int, on_cpu: bool) -> list[Ro
         rows.append(Row(f"{field} {value}", {field: value}))
     rows += [Row(f"{n} processes", {}, processes=n) for n in arguments.processes]
     rows += [Row(size, {"config": size}) for size in arguments.sizes]
-    if on_cpu:  # where nothing is padded
+    if on_cpu:  # where the vocabulary is not padded
         rows = [row for row in rows if row.name != "padded vocabulary"]
     return [row for row in rows if re.search(arguments.only, row.name)]
 
 
 def measure(arguments: argparse.Namespace, directory: Path) -> Iterator[dict]:
-    """Yields each row with the keys of COLUMNS; no speed where `source` has the reason."""
+    """Yields each row with the keys of COLUMNS; a row without a speed has the reason in `source`."""
     on_cpu, deadline = device().type == "cpu", time.monotonic() + 60 * arguments.minutes
     conditions = report.circumstances()
     device_name = conditions["device"]
@@ -105,7 +105,7 @@ def measure(arguments: argparse.Namespace, directory: Path) -> Iterator[dict]:
         print(f"...        {row.name}", flush=True)
         try:
             if (seconds_left := deadline - time.monotonic()) < 0:
-                raise Void("skipped: the time is up")
+                raise Void("skipped: time is up")
             with closing(Run(trainer(n, omitted if n == 1 else ()), fields, directory, n)) as run:
                 rate = run.turn(arguments.seconds, timeout=min(seconds_left, 600))
                 memory = run.lines[-1]["peak_memory_bytes"]
@@ -120,7 +120,7 @@ def measure(arguments: argparse.Namespace, directory: Path) -> Iterator[dict]:
 
 
 def published_rows() -> list[dict]:
-    """What others published, with the keys of COLUMNS; `gain` is over the first row of the same source."""
+    """The rows of eval/published.py with the keys of COLUMNS; `gain` is over the first row of the same source."""
     rows = []
     for source in SPEED_SOURCES:
         runs = [run for run in (*SLOWER, *SPEEDS) if run.run == source]
@@ -138,7 +138,7 @@ def _published(run: Speed) -> dict:
 
 
 def with_gains(rows: list[dict]) -> list[dict]:
-    """The rows, with `gain` over the first that has a speed, for those of the same model as that one."""
+    """The rows, with `gain` over the first that has a speed where the model is the same."""
     timed_rows = [row for row in rows if row["tokens_per_second"]]
     same_model_rows = [row for row in timed_rows if row["size"] == timed_rows[0]["size"]]
     for row in same_model_rows if len(same_model_rows) > 1 else ():
@@ -147,7 +147,7 @@ def with_gains(rows: list[dict]) -> list[dict]:
 
 
 def table(measured_rows: list[dict]) -> str:
-    """All rows in Markdown, and below them those that others published."""
+    """All rows in Markdown, and below them the published ones."""
     rows = [*with_gains(measured_rows), *published_rows()]
     cells = [[heading for heading, _ in COLUMNS.values()]]
     for row in rows:
@@ -155,7 +155,7 @@ def table(measured_rows: list[dict]) -> str:
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     cells.insert(1, ["-" * width for width in widths])
     lines = ["| " + " | ".join(map(str.ljust, line, widths)) + " |" for line in cells]
-    note = f"MFU by {report.FLOPS_FORMULA}, of the half-precision peak. Memory of a device, or of a process."
+    note = f"MFU by {report.FLOPS_FORMULA}, of the half-precision peak. Memory per device, or per process."
     return "\n".join([*lines, "", note, *(f"{run}: {source}." for run, source in SPEED_SOURCES.items())]) + "\n"
 
 
@@ -180,14 +180,16 @@ def _parser(on_cpu: bool) -> argparse.ArgumentParser:
     max_processes = os.cpu_count() or 1 if on_cpu else torch.cuda.device_count()
     parser = ArgumentParser(prog="python -m benchmarks scoreboard", allow_abbrev=False)
     parser.add_argument("--config", default="shakespeare" if on_cpu else "gpt2", help="recipe whose model is measured")
-    parser.add_argument("--sequences", type=int, default=8 if on_cpu else 64, help="of a step and process")
-    parser.add_argument("--sweep", default="", help="micro_batch_size, or another field and values: FIELD=1,2,3")
+    parser.add_argument("--sequences", type=int, default=8 if on_cpu else 64, help="sequences per step and process")
+    parser.add_argument("--sweep", default="", help="micro_batch_size, or any field with values: FIELD=1,2,3")
     counts = [n for n in (2, 4, 8) if n <= max_processes]
-    parser.add_argument("--processes", type=int, nargs="*", default=counts, help=f"of DDP (default: {counts})")
-    parser.add_argument("--sizes", nargs="*", default=[], help="recipes, as they are: gpt2 gpt2-medium ...")
-    parser.add_argument("--only", default="", help="rows whose name this regular expression matches")
-    parser.add_argument("--seconds", type=float, default=10.0, help="of each row, at least")
-    parser.add_argument("--minutes", type=float, default=30, help="of all rows, at most")
-    parser.add_argument("--merge", nargs="+", type=Path, help="scoreboard.json of several machines: measure nothing")
+    parser.add_argument(
+        "--processes", type=int, nargs="*", default=counts, help=f"numbers of DDP processes (default: {counts})"
+    )
+    parser.add_argument("--sizes", nargs="*", default=[], help="recipes to measure unchanged: gpt2 gpt2-medium ...")
+    parser.add_argument("--only", default="", help="only rows whose name matches this regular expression")
+    parser.add_argument("--seconds", type=float, default=10.0, help="minimum per row")
+    parser.add_argument("--minutes", type=float, default=30, help="maximum for all rows")
+    parser.add_argument("--merge", nargs="+", type=Path, help="merge these scoreboard.json files instead of measuring")
     parser.add_argument("--out", default="bench", help="directory of the results")
     return parser

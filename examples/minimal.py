@@ -1,13 +1,12 @@
-"""The default recipe with AdamW in one file of plain transformers, torch and Accelerate, to read first.
+"""The default recipe with AdamW in one file of plain transformers, torch and Accelerate: read this first.
 
     make data                                                # text -> token shards in data/shakespeare
     python examples/minimal.py --steps 30                    # one device
     accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes 2 examples/minimal.py
 
-It imports nothing from recipe/, and a test compares the two: the same initial weights, the same batches, and the same
-losses as `python recipe/train.py --optim adamw --precision fp32`, to 1e-5 in its first steps. recipe/train.py
-adds Muon, bf16 and torch.compile, validation and HellaSwag, checkpoints and resuming, ZeRO, FSDP and TPUs, streaming,
-the Hub.
+It imports nothing from recipe/, and a test compares the two: the same initial weights, the same batches, and in the
+first steps the same losses to 1e-5 as `python recipe/train.py --optim adamw --precision fp32`. recipe/train.py adds
+Muon, bf16, torch.compile, validation, HellaSwag, checkpoints and resuming, ZeRO, FSDP, TPUs, streaming and the Hub.
 """
 
 import argparse
@@ -26,7 +25,7 @@ SEED = 1337
 SHAPE = {"n_layer": 4, "n_head": 4, "n_embd": 128, "n_positions": 128}
 T = 128  # tokens in a sequence
 SEQUENCES = 8  # per step, over all processes: 1,024 tokens
-MICRO_BATCH = 8  # sequences that a device takes at once, at most
+MICRO_BATCH = 8  # maximum number of sequences per device and forward pass
 MAX_STEPS, WARMUP_STEPS, DECAY_FRACTION = 700, 50, 0.6
 LEARNING_RATE, WEIGHT_DECAY, BETAS, MAX_GRAD_NORM = 5e-3, 0.1, (0.8, 0.99), 1.0
 BPE = Path(__file__).parents[1] / "recipe" / "data" / "gpt2_bpe"  # OpenAI's files
@@ -37,12 +36,12 @@ def main() -> None:
     """Trains, prints each step's loss, and saves a model that transformers loads."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, default=Path("data/shakespeare"), help="a directory of token shards")
-    parser.add_argument("--steps", type=int, default=MAX_STEPS, help="stop after so many of the run's 700 steps")
+    parser.add_argument("--steps", type=int, default=MAX_STEPS, help="stop after this many of the run's 700 steps")
     parser.add_argument("--out", type=Path, default=Path("runs/minimal"))
     args = parser.parse_args()
     shards = [np.memmap(path, np.uint16, "r", HEADER) for path in sorted(args.data.glob("train_*.bin"))]
     if not shards:
-        parser.error(f"no shards in {args.data}; `make data` makes those of tiny Shakespeare")
+        parser.error(f"no shards in {args.data}; `make data` prepares tiny Shakespeare")
 
     accelerator = Accelerator(cpu=not torch.accelerator.is_available())
     rank, world_size = accelerator.process_index, accelerator.num_processes
@@ -78,14 +77,14 @@ def main() -> None:
         GPT2Tokenizer(str(BPE / "encoder.json"), str(BPE / "vocab.bpe")).save_pretrained(args.out)
         print(f"saved {args.out}")
     del model, optimizer
-    accelerator.free_memory()  # DDP's reducer first: as the process group's last owner it can wait for ever
+    accelerator.free_memory()  # frees DDP's reducer first: as the last owner of the process group it can hang
     accelerator.end_training()
 
 
 @torch.no_grad()
 def initialize(model: GPT2LMHeadModel) -> None:
-    """Initializes as GPT-2: N(0, 0.02), residual projections smaller by sqrt(2 layers), biases 0, layer norms 1.
-    transformers does the same; here the seed alone determines each number."""
+    """GPT-2's initialization: N(0, 0.02), residual projections smaller by sqrt(2 layers), biases 0, layer norms 1.
+    transformers does the same; here the seed alone determines each weight."""
     generator = torch.Generator().manual_seed(SEED)
     for name, p in model.named_parameters():
         if p.ndim >= 2:
@@ -119,12 +118,12 @@ def clip(parameters) -> None:
         g.div_(max(1.0, (norm.item() + 1e-6) / MAX_GRAD_NORM))
 
 
-# The order of the data is a function of (seed, step): docs/data.md has the rule.
+# The order of the data is a function of (seed, step); see docs/data.md.
 
 
 def sequence(shards: list[np.ndarray], number: int) -> np.ndarray:
-    """Sequence number `g` of the run, (T + 1,) int64: a shard's windows overlap by one token; each epoch has a
-    permutation of its own; the shards follow in order."""
+    """Sequence `number` of the run, (T + 1,) int64. A shard's windows overlap by one token and are permuted in each
+    epoch; the shards follow in order."""
     windows = [(len(shard) - 1) // T for shard in shards]
     epoch, window = divmod(number, sum(windows))
     i = 0

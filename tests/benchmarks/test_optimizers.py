@@ -84,4 +84,4 @@ def test_the_command_compares_and_goes_on_where_it_was(tmp_path, monkeypatch, ca
 
 def test_without_time_left_the_command_asks_to_be_run_again(tmp_path, capsys):
     assert optimizers.main([f"--runs={tmp_path}", f"--out={tmp_path}", "--minutes=0"]) == ExitCode.RUN_AGAIN
-    assert "the same command goes on" in capsys.readouterr().out
+    assert "the same command continues" in capsys.readouterr().out

@@ -62,7 +62,7 @@ def test_the_same_command_takes_the_steps_that_are_missing(tmp_path, capsys):
     out, counted = tmp_path / "proof", "open('../count', 'a').write('x')"
     steps = [step("first", counted), step("second", "raise SystemExit(1)"), step("third", counted)]
     assert proof.prove(steps, out, minutes=0) == 3
-    assert capsys.readouterr().out.count("not begun, the time is up") == 3
+    assert capsys.readouterr().out.count("not started, time is up") == 3
     assert results(out) == {}
     assert proof.prove(steps, out, minutes=5) == 1
     steps[1] = step("second", counted)
@@ -139,4 +139,4 @@ def test_the_time_of_each_operator_in_a_step(peer, tmp_path):
     found = {name: (calls, ms) for name, calls, ms in json.loads((tmp_path / "kernels.json").read_text())["kernels"]}
     assert found["aten::addmm"][0] == 4  # c_attn, c_fc and two c_proj, forward
     assert all(ms > 0 for _, ms in found.values())
-    assert "ms a step of 128 tokens" in printed
+    assert "ms per step of 128 tokens" in printed
