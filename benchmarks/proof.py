@@ -36,7 +36,7 @@ class Step(NamedTuple):
 
     name: str
     limit: float  # seconds
-    words: list[str]
+    arguments: list[str]
 
 
 def steps(nanogpt: str, text: str) -> list[Step]:
@@ -49,8 +49,8 @@ def steps(nanogpt: str, text: str) -> list[Step]:
     peers = ["peers", "--config=gpt2", "--rounds=1", "--seconds=1.5", *([f"--nanogpt={nanogpt}"] if nanogpt else [])]
     rows = ["scoreboard", "--config=gpt2", "--seconds=3", "--processes", "--sequences"]
 
-    def benchmark(name: str, limit: float, *words: str) -> Step:
-        return Step(name, limit, ["-m", "benchmarks", *words, "--out=."])
+    def benchmark(name: str, limit: float, *arguments: str) -> Step:
+        return Step(name, limit, ["-m", "benchmarks", *arguments, "--out=."])
 
     all_steps = [
         Step("fused-loss", 60, [*gpu_tests, "-k", "computes_the_fused_loss"]),
@@ -71,8 +71,8 @@ def steps(nanogpt: str, text: str) -> list[Step]:
     if text:  # the text that ships with the project is too short for these
         best = [str(ROOT / "recipe/best.py"), f"--text={text}", "--hours=0.1", "--output_dir=run"]
         all_steps.append(Step("best", 420, best))
-        words = ["optimizers", "--sizes=gpt2", f"--dataset_name={text}", "--minutes=8", "--runs=runs"]
-        all_steps.append(benchmark("optimizers", 540, *words))
+        flags = ["--sizes=gpt2", f"--dataset_name={text}", "--minutes=8", "--runs=runs"]
+        all_steps.append(benchmark("optimizers", 540, "optimizers", *flags))
     return all_steps
 
 
@@ -102,27 +102,20 @@ def prove(steps: list[Step], out: Path, minutes: float) -> int:
         n_missing += outcome["rc"] != 0
         verdict = "ok    " if outcome["rc"] == 0 else "KILLED" if outcome["rc"] == TIMED_OUT else "FAILED"
         print(f"{verdict} {path.stem} in {outcome['seconds']:.0f} s: {headline(outcome['result'])}", flush=True)
-    print(
-        f"\n{len(steps) - n_missing} of {len(steps)} steps have succeeded; the same command repeats the others: {out}"
-    )
+    print(f"\n{len(steps) - n_missing} of {len(steps)} steps have succeeded; run again for the others: {out}")
     return n_missing
 
 
 def run(step: Step, work_dir: Path, limit: float) -> dict:
     """Runs a step; returns its command, rc, seconds, limit and result."""
     work_dir.mkdir(parents=True, exist_ok=True)
-    start_time, clock_start, command = time.time(), time.monotonic(), [sys.executable, *step.words]
+    start_time, clock_start, command = time.time(), time.monotonic(), [sys.executable, *step.arguments]
     python_path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     # Unbuffered: output comes before a later error and is not lost if the step is killed.
     variables = {"PYTHONPATH": python_path, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
     with open(work_dir / "output", "w") as output:
         process = psutil.Popen(
-            command,
-            stdout=output,
-            stderr=output,
-            cwd=work_dir,
-            env=os.environ | variables,
-            start_new_session=True,
+            command, stdout=output, stderr=output, cwd=work_dir, env=os.environ | variables, start_new_session=True
         )
         try:
             code = process.wait(limit)

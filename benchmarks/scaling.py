@@ -42,8 +42,8 @@ def train(text: Text, layers: int, width: int, tokens: int) -> float:
     with tempfile.TemporaryDirectory() as directory:
         values |= {"max_steps": tokens // 1024, "total_batch_tokens": 1024, "output_dir": directory, "seed": 1}
         values["eval_tokens"] = 65_536  # all validation tokens of a short text
-        words = [f"--{name}={value}" for name, value in values.items()]
-        code = subprocess.run([sys.executable, ROOT / "recipe/train.py", *words], stdout=subprocess.DEVNULL).returncode
+        flags = [f"--{name}={value}" for name, value in values.items()]
+        code = subprocess.run([sys.executable, ROOT / "recipe/train.py", *flags], stdout=subprocess.DEVNULL).returncode
         if code:
             raise UserError(f"recipe/train.py ended with exit code {code}; see its message above")
         return read_metrics(Path(directory) / "metrics.jsonl")[-1]["val_loss"]
@@ -80,7 +80,7 @@ def predicted(runs: list[dict]) -> list[float]:
 
 
 def as_said(runs: list[dict]) -> list[bool]:
-    """Whether each run's loss lies within recipe/best.py's forecast from two runs of higher losses, far apart."""
+    """Whether each loss lies within recipe/best.py's forecast from two higher ones that differ enough."""
     points = [(law(tuple(run["size"]), run["tokens"], run["unique"]), run["loss"]) for run in runs]
     is_within = []
     for highest, middle, (value, loss) in itertools.combinations(sorted(points, reverse=True), 3):
@@ -116,7 +116,5 @@ def main(argv: list[str]) -> int:
     print(f"law: {SCALING['law']}, within {residual:.2%}")
     print(f"relative errors of predictions from two short runs, and from two longer ones: {errors}")
     outcomes = [is_within for runs in runs_by_text for is_within in as_said(runs)]
-    print(
-        f"of {len(outcomes)} forecasts by any two runs, {sum(outcomes)} lie within the error that recipe/best.py states"
-    )
+    print(f"of {len(outcomes)} forecasts from any two runs, {sum(outcomes)} are within recipe/best.py's stated error")
     return 0

@@ -4,7 +4,7 @@ speeds below. Each row is a separate run, timed by its metrics.jsonl. Writes sco
     python -m benchmarks scoreboard --sweep micro_batch_size --sizes gpt2 gpt2-medium gpt2-large gpt2-xl
     python -m benchmarks scoreboard --merge h100/scoreboard.json cpu/scoreboard.json     several machines in one table
 
-Rows in brackets are measured, but are not part of the rows below them.
+Rows in brackets are measured, but the rows below do not build on them.
 """
 
 from __future__ import annotations

@@ -145,7 +145,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def scores_of(result: dict) -> list[dict]:
     """The result as scores for the model card."""
     limit, n_windows, n_available = result["limit_windows"], result["windows"], result["of_windows"]
-    method = f"{result['tokens']:,} tokens, {result['sequence_length']:,} at once, in {result['dtype']}"
+    method = f"{result['tokens']:,} tokens in windows of {result['sequence_length']:,}, in {result['dtype']}"
     method += f", the first {n_windows:,} of {n_available:,} windows" if n_windows < n_available else ""
     dataset = text_dataset(Path(result["data"]).name)
     metrics = {"loss": "loss, nats per token", "perplexity": "perplexity per token", "bits_per_byte": "bits per byte"}

@@ -98,7 +98,7 @@ def test_the_steps_are_commands_that_exist(tmp_path, capsys):
     assert sum(step.limit for step in steps[: names.index("deterministic") + 1]) < 2 * 600
     assert "optimizers" not in names
     assert "optimizers" in [step.name for step in proof.steps(nanogpt="", text="books.jsonl")]
-    for words in {tuple(step.words[:3]) for step in steps if step.words[1] == "benchmarks"}:
+    for words in {tuple(step.arguments[:3]) for step in steps if step.arguments[1] == "benchmarks"}:
         with pytest.raises(SystemExit) as ended:
             bench.main([words[2], "--help"])
         assert ended.value.code == 0
