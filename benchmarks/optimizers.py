@@ -109,12 +109,12 @@ class TimeUp(Exception):
 class Runs:
     """Runs of one size. Each is trained once; its curve goes into `results`, which is then written to `path`."""
 
-    def __init__(self, name: str, arguments: argparse.Namespace, results: dict, path: Path):
-        """`name` is the size's; `arguments` are the command's."""
+    def __init__(self, name: str, arguments: argparse.Namespace, results: dict, path: Path, deadline: float):
+        """`name` is the size's; `arguments` are the command's; `deadline` is in time.monotonic's seconds."""
         self.name, self.results, self._path = name, results, path
         self.size = replace(SIZES[name], steps=arguments.steps or SIZES[name].steps)
         self._data = {"dataset_name": arguments.dataset_name, "tokenizer": arguments.tokenizer}
-        self._directory, self._deadline = Path(arguments.runs), time.monotonic() + 60 * arguments.minutes
+        self._directory, self._deadline = Path(arguments.runs), deadline
 
     def curve(self, optimizer: str, fields: Fields, seed: int, share: float) -> Curve:
         """Validation losses of a run with this fraction of the steps. Raises TimeUp."""
@@ -234,13 +234,13 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--runs", default="runs/optimizers", help="directory of the runs")
     parser.add_argument("--out", default="bench", help="directory of the results, including those to continue from")
     arguments = parser.parse_args(argv)
-    path = Path(arguments.out) / "optimizers.json"
+    path, deadline = Path(arguments.out) / "optimizers.json", time.monotonic() + 60 * arguments.minutes
     finished_runs = json.loads(path.read_text())["runs"] if path.exists() else {}
     size_results: list[dict] = []
     results = report.circumstances() | {"sizes": size_results, "runs": finished_runs}
     for size in arguments.sizes:
         try:
-            size_results.append(compare(Runs(size, arguments, results, path)))
+            size_results.append(compare(Runs(size, arguments, results, path, deadline)))
         except TimeUp:
             print(f"time is up; the same command continues from {path} and {arguments.runs}")
             return ExitCode.RUN_AGAIN

@@ -85,3 +85,19 @@ def test_the_command_compares_and_goes_on_where_it_was(tmp_path, monkeypatch, ca
 def test_without_time_left_the_command_asks_to_be_run_again(tmp_path, capsys):
     assert optimizers.main([f"--runs={tmp_path}", f"--out={tmp_path}", "--minutes=0"]) == ExitCode.RUN_AGAIN
     assert "the same command continues" in capsys.readouterr().out
+
+
+def test_the_minutes_are_those_of_all_sizes(tmp_path, monkeypatch):
+    seconds = [0.0]
+    monkeypatch.setattr(optimizers, "time", SimpleNamespace(monotonic=lambda: seconds[0]))
+    monkeypatch.setattr(optimizers, "subprocess", None)  # the second size must not train
+
+    def compare(runs) -> dict:
+        if seconds[0]:
+            runs.final("adamw", {"warmup": 0.1})
+        seconds[0] = 590.0
+        return {}
+
+    monkeypatch.setattr(optimizers, "compare", compare)
+    arguments = ["--sizes", "4x128", "6x192", "--minutes=10", f"--runs={tmp_path}", f"--out={tmp_path}"]
+    assert optimizers.main(arguments) == ExitCode.RUN_AGAIN
