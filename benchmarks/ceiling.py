@@ -53,7 +53,7 @@ def products(rows: int, width: int, vocab_size: int, dtype: torch.dtype) -> dict
     return speeds
 
 
-def busy(rows: int, width: int, vocab_size: int, dtype: torch.dtype) -> dict[str, str]:
+def smi_under_load(rows: int, width: int, vocab_size: int, dtype: torch.dtype) -> dict[str, str]:
     """nvidia-smi's output while the device runs the head's products, about a second of which are queued."""
     x, w = (torch.randn(n, width, device=device(), dtype=dtype) for n in (rows, vocab_size))
     for _ in range(max(1, int(5e14 / (2 * rows * width * vocab_size)))):  # a second at 500 TFLOP/s
@@ -100,7 +100,7 @@ def main(argv: list[str]) -> int:
     with torch.no_grad():
         results["flops"] = products(B * length, m.n_embd, vocab_size, dtype)
         if device().type == "cuda":
-            results["busy"] = busy(B * length, m.n_embd, vocab_size, dtype)
+            results["busy"] = smi_under_load(B * length, m.n_embd, vocab_size, dtype)
         results["copied_bytes_per_second"] = 2 * buffer.nbytes / seconds(buffer.clone)
     results["attention_ms"] = attention((B, m.n_head, length, m.n_embd // m.n_head), dtype)
     report.write(results, Path(arguments.out) / "ceiling.json")

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks import report
-from benchmarks.runs import Run, Void, device, interleave, shards, times_as_fast, trainer
+from benchmarks.runs import Run, Void, device, interleave, shards, speed_ratio, trainer
 from recipe.config import parse_config
 from recipe.engine import hardware
 from recipe.utils.errors import ArgumentParser, UserError
@@ -55,7 +55,7 @@ def contenders(precision: str, nanogpt: str, on_cpu: bool) -> list[Peer]:
 
 
 def compare(recipe_run: Run, peer_run: Run, rounds: int, seconds: float, tolerance: float) -> dict:
-    """Returns our speed over the peer's (`times_as_fast`), tokens_per_second and peak_memory_bytes of both, and
+    """Returns our speed over the peer's (`speed_ratio`), tokens_per_second and peak_memory_bytes of both, and
     losses_apart, the largest difference over the first steps in nats. Raises Void if a run fails, or the losses differ
     by more than `tolerance`."""
     for run in (peer_run, recipe_run):
@@ -69,7 +69,7 @@ def compare(recipe_run: Run, peer_run: Run, rounds: int, seconds: float, toleran
     if not difference <= tolerance:  # also NaN
         raise Void(f"losses differ by {difference:.3g} nats")
     rates = interleave({"ours": partial(recipe_run.turn, seconds), "peer": partial(peer_run.turn, seconds)}, rounds)
-    return times_as_fast(rates["ours"], rates["peer"]) | {
+    return speed_ratio(rates["ours"], rates["peer"]) | {
         "tokens_per_second": rates,
         "peak_memory_bytes": [run.lines[-1]["peak_memory_bytes"] for run in (recipe_run, peer_run)],
         "losses_apart": difference,

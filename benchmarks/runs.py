@@ -125,7 +125,7 @@ def interleave(turns: dict[str, Callable[[], float]], rounds: int) -> dict[str, 
     return results
 
 
-def times_as_fast(rates: list[float], peer_rates: list[float]) -> dict[str, float]:
+def speed_ratio(rates: list[float], peer_rates: list[float]) -> dict[str, float]:
     """The speed over the peer's: ratio, the median over neighbors in time, and its range, low and high."""
     ratios = [rate / peer_rate for rate, peer_rate in zip(rates, peer_rates, strict=True)]
     return {"ratio": statistics.median(ratios), "low": min(ratios), "high": max(ratios)}

@@ -72,14 +72,14 @@ def fit(runs_by_text: list[list[dict]]) -> float:
     return optimum.fun
 
 
-def predicted(runs: list[dict]) -> list[float]:
+def prediction_errors(runs: list[dict]) -> list[float]:
     """The relative errors of RUN's loss on a text as predicted by each pair of TRIALS."""
     points = [(law(tuple(run["size"]), run["tokens"], run["unique"]), run["loss"]) for run in runs]
     value, loss = points[RUN]
     return [round(line_through([points[i], points[j]])(value) / loss - 1, 3) for i, j in TRIALS]
 
 
-def as_said(runs: list[dict]) -> list[bool]:
+def forecasts_within_error(runs: list[dict]) -> list[bool]:
     """Whether each loss lies within recipe/best.py's forecast from two higher ones that differ enough."""
     points = [(law(tuple(run["size"]), run["tokens"], run["unique"]), run["loss"]) for run in runs]
     is_within = []
@@ -110,11 +110,11 @@ def main(argv: list[str]) -> int:
     texts = dict.fromkeys(run["text"] for run in result["runs"])
     runs_by_text = [[run for run in result["runs"] if run["text"] == text] for text in texts]
     residual = fit(runs_by_text)
-    errors = {runs[0]["text"]: predicted(runs) for runs in runs_by_text}
+    errors = {runs[0]["text"]: prediction_errors(runs) for runs in runs_by_text}
     result |= {"law": SCALING["law"], "residual": round(residual, 4), "errors": errors}
     path.write_text(json.dumps(result, indent=1) + "\n")
     print(f"law: {SCALING['law']}, within {residual:.2%}")
     print(f"relative errors of predictions from two short runs, and from two longer ones: {errors}")
-    outcomes = [is_within for runs in runs_by_text for is_within in as_said(runs)]
+    outcomes = [is_within for runs in runs_by_text for is_within in forecasts_within_error(runs)]
     print(f"of {len(outcomes)} forecasts from any two runs, {sum(outcomes)} are within recipe/best.py's stated error")
     return 0

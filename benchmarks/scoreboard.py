@@ -124,7 +124,7 @@ def published_rows() -> list[dict]:
     rows = []
     for source in SPEED_SOURCES:
         runs = [run for run in (*SLOWER, *SPEEDS) if run.run == source]
-        rows += with_gains([_published(run) for run in runs])
+        rows += add_gains([_published(run) for run in runs])
     return rows
 
 
@@ -137,7 +137,7 @@ def _published(run: Speed) -> dict:
     return row | {"tokens_per_second": run.tokens_per_second, "source": f"published: {run.run}"}
 
 
-def with_gains(rows: list[dict]) -> list[dict]:
+def add_gains(rows: list[dict]) -> list[dict]:
     """The rows, with `gain` over the first that has a speed where the model is the same."""
     timed_rows = [row for row in rows if row["tokens_per_second"]]
     same_model_rows = [row for row in timed_rows if row["size"] == timed_rows[0]["size"]]
@@ -148,7 +148,7 @@ def with_gains(rows: list[dict]) -> list[dict]:
 
 def table(measured_rows: list[dict]) -> str:
     """All rows in Markdown, and below them the published ones."""
-    rows = [*with_gains(measured_rows), *published_rows()]
+    rows = [*add_gains(measured_rows), *published_rows()]
     cells = [[heading for heading, _ in COLUMNS.values()]]
     for row in rows:
         cells.append(["" if row[key] is None else fmt.format(row[key]) for key, (_, fmt) in COLUMNS.items()])
@@ -170,7 +170,7 @@ def main(argv: list[str]) -> int:
         with shards() as directory:
             for row in measure(arguments, directory):
                 rows.append(row)
-                report.write(report.circumstances() | {"rows": with_gains(rows)}, out / "scoreboard.json")
+                report.write(report.circumstances() | {"rows": add_gains(rows)}, out / "scoreboard.json")
     (out / "scoreboard.md").write_text(table(rows))
     print("\n" + table(rows))
     return 0

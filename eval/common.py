@@ -16,7 +16,7 @@ from huggingface_hub import get_session
 from huggingface_hub.utils import logging as hub_logging
 
 from eval.loglikelihood import LanguageModel
-from eval.scores import merged
+from eval.scores import merge_scores
 from recipe.utils.checkpoints import checkpoints, manifest_of, newest_run, problem_of
 from recipe.utils.download import HUB_TIMEOUT_S, within
 from recipe.utils.errors import ArgumentParser, ExitCode, UserError, first_line, no_safetensors, reading
@@ -183,14 +183,14 @@ def load(args: argparse.Namespace) -> Loaded:
         raise UserError(f"model {name}: {problem}")
     model.to(device).tie_weights()  # moving to a TPU or to XLA unties them
     loaded = Loaded(name, directory, model.eval(), tokenizer)
-    if config.model_type != "gpt2" and sees_what_follows(model):
+    if config.model_type != "gpt2" and attends_to_later_tokens(model):
         raise UserError(f"model {name}: not a causal language model: {config.model_type} attends to later tokens")
     fields = loaded.describe()
     print(f"model {name}: {model.num_parameters():,} parameters, {fields['device']}, {fields['dtype']}", flush=True)
     return loaded
 
 
-def sees_what_follows(model: transformers.PreTrainedModel) -> bool:
+def attends_to_later_tokens(model: transformers.PreTrainedModel) -> bool:
     """Whether a token changes the logits before it, as in BERT, which transformers also loads as a causal model."""
     ids = torch.arange(8, device=model.device)[None]
     changed_ids = torch.cat([ids[:, :-1], ids[:, :1]], 1)
@@ -268,7 +268,7 @@ def write_results(path: Path, key: str, value: dict) -> None:
     previous = results.get(key, {})
     is_same_model = same_model(path, previous.get("model", value["model"]), value["model"])
     if previous and is_same_model and "scores" in value:
-        value = value | {"scores": (scores := merged(previous.get("scores", []), value["scores"]))}
+        value = value | {"scores": (scores := merge_scores(previous.get("scores", []), value["scores"]))}
         if any(entry in scores for entry in previous.get("scores", []) if entry["complete"]):
             print(f"note: {path} keeps earlier scores of other tasks or on all rows")
     elif not is_same_model:

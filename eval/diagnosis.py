@@ -37,10 +37,10 @@ def diagnose(run: Run, references: list[Reference]) -> list[Finding]:
     findings = [*_learning(run), *_rise(run)]
     if not any(finding.kind == "bad" for finding in findings):
         findings.append(Finding("good", "First loss, skipped steps, overfitting, divergence: nothing else stands out."))
-    return [beside_reference(run, references), *findings]
+    return [compare_with_reference(run, references), *findings]
 
 
-def beside_reference(run: Run, references: list[Reference]) -> Finding:
+def compare_with_reference(run: Run, references: list[Reference]) -> Finding:
     """Whether the validation loss follows the reference, if the two can be compared at equal tokens."""
     if not run.config:
         return Finding("note", "It has no checkpoint yet, so its settings are unknown: no comparison yet.")

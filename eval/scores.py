@@ -42,7 +42,7 @@ def ci95(p: float, n: int) -> float:
     return 1.96 * (p * (1 - p) / n) ** 0.5
 
 
-def merged(previous: list[dict], new: list[dict]) -> list[dict]:
+def merge_scores(previous: list[dict], new: list[dict]) -> list[dict]:
     """A model's previous and new scores, one for each measurement: the new one, unless it is on a part of the data and
     the previous one is complete."""
     scores = {_identity(entry): entry for entry in previous}

@@ -54,7 +54,7 @@ class TokenDataset:
         """The windows `g`, (N,) -> (N, T + 1), int64."""
         return self._gather(g // self.windows, g % self.windows, permuted=True)
 
-    def pass_to(self, window: int) -> None:
+    def advance_to(self, window: int) -> None:
         """Declares that windows before `window` of the run will not be read again; only streams need to know."""
 
     def validation_windows(self, lo: int, hi: int) -> np.ndarray:

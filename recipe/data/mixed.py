@@ -24,7 +24,7 @@ class MixedDataset:
         """Like TokenDataset's; waits for streams."""
         start = step * self._batch_size
         for dataset, window in zip(self._datasets, windows_before(start + lo, self._counts, self._seed), strict=True):
-            dataset.pass_to(window)
+            dataset.advance_to(window)
         g = start + np.arange(lo, hi, dtype=np.int64)
         sources, windows = dealt(g, self._counts, self._seed)
         out = np.empty((len(g), self._datasets[0].sequence_length + 1), np.int64)

@@ -106,7 +106,7 @@ class StreamedDataset(TokenDataset):
         self._current_shard: int | None = None  # counted over all epochs; the builder may delete those before it
         self.manifest = open_manifest(out)
         super().__init__(self.manifest.shards_in(out, "train"), *settings)
-        self.pass_to(first_window)
+        self.advance_to(first_window)
 
     def _refresh(self) -> bool:
         """Reads the manifest; returns whether it has changed."""
@@ -131,7 +131,7 @@ class StreamedDataset(TokenDataset):
             self._wait_for(self._refresh, next_shard)
             self.check_batch()
 
-    def pass_to(self, window: int) -> None:
+    def advance_to(self, window: int) -> None:
         """Like TokenDataset's: the builder must not wait for this reader at shards that it gets no window of."""
         if window >= self.windows and not self.manifest.complete:
             self._refresh()

@@ -10,7 +10,7 @@ import torch
 from benchmarks import __main__ as bench
 from benchmarks import peers, runs, scoreboard
 from benchmarks.peer import transformers_model
-from benchmarks.runs import Run, Void, interleave, times_as_fast, trainer
+from benchmarks.runs import Run, Void, interleave, speed_ratio, trainer
 from recipe.config import parse_config
 from tests import processes as programs
 
@@ -89,7 +89,7 @@ def test_ratios_are_of_neighbors_in_time():
     clock = iter([2.0, 1.0, 1.1, 2.2, 1.0, 0.5, 0.5, 1.3])
     rates = interleave({"ours": lambda: next(clock), "peer": lambda: next(clock)}, rounds=2)
     assert rates == {"ours": [2.0, 2.2, 1.0, 1.3], "peer": [1.0, 1.1, 0.5, 0.5]}  # A B B A
-    ratio = times_as_fast(rates["ours"], rates["peer"])
+    ratio = speed_ratio(rates["ours"], rates["peer"])
     assert ratio == pytest.approx({"ratio": 2.0, "low": 2.0, "high": 2.6})
 
 
