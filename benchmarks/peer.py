@@ -1,5 +1,5 @@
 """A peer of recipe/train.py as a program: the same tokens, initial weights, clipping and AdamW. A step is a single
-micro-batch and writes one line of metrics.jsonl.
+micro-batch; metrics.jsonl has a line every logging_steps steps.
 
     python -m benchmarks.peer KIND [--tuned] FLAGS of recipe/train.py
 
@@ -32,23 +32,29 @@ Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # inputs and target
 
 
 class Log:
-    """Writes a line per step, with the speed since the previous step."""
+    """Writes a line at step 1 and every logging_steps steps, with the mean loss and the speed since the last line."""
 
     def __init__(self, config: Config):
         directory = Path(config.run.output_dir)
         directory.mkdir(parents=True)
         self._file = open(directory / "metrics.jsonl", "w", buffering=1)  # noqa: SIM115  open while the program runs
-        self._step, self._step_tokens = 0, config.optimizer.total_batch_tokens
-        self._step_start = time.perf_counter()
+        self._logging_steps, self._step_tokens = config.run.logging_steps, config.optimizer.total_batch_tokens
+        self._step, self._last_step = 0, 0
+        self._loss_sum, self._line_start = torch.zeros((), device=device()), time.perf_counter()
 
     def end_step(self, loss: torch.Tensor) -> None:
-        """Waits for the device, as recipe/train.py does at a logged step."""
-        value, now = loss.item(), time.perf_counter()
+        """Counts a step. Waits for the device at a logged one, as recipe/train.py does."""
         self._step += 1
-        line = {"step": self._step, "loss": value, "tokens_per_second": self._step_tokens / (now - self._step_start)}
+        self._loss_sum += loss.detach()
+        if self._step > 1 and self._step % self._logging_steps:
+            return
+        steps, total_loss, now = self._step - self._last_step, self._loss_sum.item(), time.perf_counter()
+        line = {"step": self._step, "loss": total_loss / steps}
+        line["tokens_per_second"] = steps * self._step_tokens / (now - self._line_start)
         line["peak_memory_bytes"] = hardware.peak_memory(device())
         self._file.write(json.dumps(line) + "\n")
-        self._step_start = now
+        self._loss_sum.zero_()
+        self._last_step, self._line_start = self._step, now
 
 
 def bare_loop(config: Config, kind: str) -> None:

@@ -60,9 +60,9 @@ def compare(recipe_run: Run, peer_run: Run, rounds: int, seconds: float, toleran
     by more than `tolerance`."""
     for run in (peer_run, recipe_run):
         run.turn(0, min_steps=COMPARED_STEPS)
-    # A non-finite loss is null in our metrics.jsonl. A plain max may skip NaN.
+    # A line's loss is the mean over its steps; a non-finite one is null in our metrics.jsonl. A plain max may skip NaN.
     losses = (
-        [math.nan if line["loss"] is None else line["loss"] for line in run.lines[:COMPARED_STEPS]]
+        [math.nan if line["loss"] is None else line["loss"] for line in run.lines if line["step"] <= COMPARED_STEPS]
         for run in (recipe_run, peer_run)
     )
     difference = max((abs(x - y) for x, y in zip(*losses, strict=True)), key=lambda nats: (math.isnan(nats), nats))
@@ -105,6 +105,8 @@ def main(argv: list[str]) -> int:
         "micro_batch_size": arguments.micro_batch_size,
         "sequence_length": arguments.sequence_length or recipe.data.sequence_length,
         "gradient_checkpointing": False,
+        # A program waits for its GPU to read a loss; the recipes and nanoGPT do so every ten steps.
+        "logging_steps": 1 if on_cpu else 10,
     }
     fields["total_batch_tokens"] = fields["micro_batch_size"] * fields["sequence_length"]
     peers = contenders(fields["precision"], arguments.nanogpt, on_cpu)

@@ -49,8 +49,9 @@ class Run:
         output_dir = Path(tempfile.mkdtemp(dir=directory)) / "run"
         self.lines: list[dict] = []
         self._metrics, self._offset = output_dir / "metrics.jsonl", 0  # bytes
-        self._log, self._step_tokens = output_dir.with_name("log"), fields["total_batch_tokens"]
         fields = FIELDS | {"dataset_name": directory / "shards"} | fields | {"output_dir": output_dir}
+        self._log = output_dir.with_name("log")
+        self._line_tokens = int(fields["logging_steps"]) * fields["total_batch_tokens"]
         command = [sys.executable, *map(str, program), *(f"--{name}={value}" for name, value in fields.items())]
         gpus = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(processes)))
         environment = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(gpus.split(",")[:processes])}
@@ -62,20 +63,20 @@ class Run:
             )
 
     def turn(self, seconds: float, min_steps: int = 1, timeout: float = 600) -> float:
-        """Lets the program run for `seconds` of complete steps and until it has taken `min_steps` in total, pauses it,
-        and returns these steps' median tokens per second. Raises Void if it ends, or completes no step within
-        `timeout` seconds."""
+        """Lets the program run for `seconds` of complete lines, of logging_steps steps each, and until it has taken
+        `min_steps` in total; pauses it; returns these lines' median tokens per second. Raises Void if it ends, or
+        completes no line within `timeout` seconds."""
         self._send(signal.SIGCONT)
         self._read_lines()
-        # The next step does not count: it was interrupted or is the first, which compiles, and it refills the caches
-        # that the other run has displaced.
+        # The next line does not count: its steps were interrupted or are the first, which compile, and they refill the
+        # caches that the other run has displaced.
         first_line, deadline = len(self.lines) + 1, time.monotonic() + timeout
         while True:
             time.sleep(0.1)
             self._read_lines()
             rates = [line["tokens_per_second"] for line in self.lines[first_line:]]
-            is_done = sum(self._step_tokens / rate for rate in rates) >= seconds and len(self.lines) >= min_steps
-            if rates and (is_done or time.monotonic() > deadline):
+            is_done = sum(self._line_tokens / rate for rate in rates) >= seconds
+            if rates and ((is_done and self.lines[-1]["step"] >= min_steps) or time.monotonic() > deadline):
                 self.pause()
                 return statistics.median(rates)
             if self._process.poll() is not None:

@@ -55,6 +55,19 @@ def test_every_peer_takes_the_same_steps(kind, start):
     assert min(measured["peak_memory_bytes"]) > 10**8
 
 
+def test_a_loss_that_is_read_every_ten_steps_is_compared_and_timed(start):
+    """As on a GPU, which would wait for each reading."""
+    ours, peer = start(logging_steps=10), start("-m", "benchmarks.peer", "transformers", logging_steps=10)
+    measured = peers.compare(ours, peer, rounds=1, seconds=0.05, tolerance=0.01)
+    assert measured["losses_apart"] < 2e-5
+    for run in (ours, peer):
+        assert [line["step"] for line in run.lines[:4]] == [1, 10, 20, 30]
+    first_step, start_time = peer.lines[-1]["step"], time.monotonic()
+    rate = peer.turn(1.0)
+    steps, seconds = peer.lines[-1]["step"] - first_step, time.monotonic() - start_time
+    assert 1 / 3 < rate * seconds / (steps * FIELDS["total_batch_tokens"]) < 3, "tokens per second of ten steps"
+
+
 def test_other_work_and_a_run_that_fails_are_void(start):
     """A model that is not the same one: its losses differ, and no ratio comes of it."""
     with pytest.raises(Void, match="losses differ"):
