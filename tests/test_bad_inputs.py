@@ -1,10 +1,9 @@
 """Mistakes of users: exit code 2, no traceback, and an error that names the field or file and the way out.
 
-Numbers are those of 25 kinds of mistake; tests/data/, tests/engine/ and test_config.py have those that are not here.
-The table goes through main() in this process; the tests below it are for what needs a process, or several.
+Those that only one package can meet are in tests/data/, tests/engine/ and test_config.py. The table goes through main()
+in this process; the tests below it need a process of their own, or several.
 """
 
-import json
 import os
 import shutil
 import signal
@@ -38,8 +37,8 @@ def tiny(shards, run, **fields):
 
 @pytest.fixture
 def command(monkeypatch, capsys):
-    """argv -> (exit code, standard output, standard error) of a command in this process, on the CPU. What it changes of
-    the process is put back."""
+    """argv -> (exit code, standard output, standard error) of a command that runs in this process, on the CPU. Restores
+    the process state that the command changes."""
     import torch
     from accelerate.state import AcceleratorState, PartialState
 
@@ -55,7 +54,6 @@ def command(monkeypatch, capsys):
         code = import_module(name).main([str(word) for word in words])
         return code, *capsys.readouterr()
 
-    AcceleratorState._reset_state(True)  # of a test before that has opened an engine
     capsys.readouterr()
     yield run
     AcceleratorState._reset_state(True)
@@ -68,8 +66,8 @@ def command(monkeypatch, capsys):
 
 
 @dataclass
-class Place:
-    """Where a mistake is made: `run` is for the run, `shards` are good ones, `finished` is a run of 20 steps."""
+class Sandbox:
+    """A directory to make a mistake in: `shards` are intact, `finished` has 20 steps, `run` does not exist yet."""
 
     path: Path
     shards: Path
@@ -80,28 +78,21 @@ class Place:
         return self.path / "run"
 
     def train(self, dataset_name=None, **fields) -> list[str]:
-        """Flags of a run on a data set, by default the good shards."""
+        """Flags of a run on a data set, by default the intact shards."""
         return tiny(dataset_name or self.shards, self.run, **fields)
 
     def mixture(self, entries: str, **fields) -> list[str]:
         return self.train(f"[{entries}]", **fields)
 
     def resume(self, **fields) -> list[str]:
-        """Flags of a run that goes on from a copy of the finished one."""
+        """Flags of a run that resumes a copy of the finished one."""
         shutil.copytree(self.finished, self.run)
         return self.train(**({"dropout": 0.1, "max_steps": 24} | fields))
 
-    def prepare(self, source, **fields) -> list[str]:
-        return ["prepare", *flags(train_text=source, dataset_name=self.path / "out", **fields)]
-
-    def shard(self, tokens, val=GOOD) -> Path:
-        """A directory of a training shard, of tokens or of bytes, and a validation shard."""
-        for split, content in (("train", tokens), ("val", val)):
-            path = self.path / f"x_{split}_0.bin"
-            if isinstance(content, bytes):
-                path.write_bytes(content)
-            else:
-                write_shard(path, content)
+    def shard(self, train_tokens, val_tokens=GOOD) -> Path:
+        """The directory, with a training shard and a validation shard."""
+        write_shard(self.path / "x_train_0.bin", train_tokens)
+        write_shard(self.path / "x_val_0.bin", val_tokens)
         return self.path
 
     def file(self, name: str, content: str | bytes) -> Path:
@@ -110,157 +101,150 @@ class Place:
         path.write_bytes(content.encode() if isinstance(content, str) else content)
         return path
 
-    def link(self, name: str, beside: str) -> Path:
-        """A directory with a text and a link that leads nowhere."""
-        link = self.path / name
-        self.file(f"{link.parent.name}/{beside}", "a text")
-        link.symlink_to("elsewhere")
-        return link.parent
+    def broken_link(self, name: str) -> Path:
+        """A directory with a text and a broken link of this name."""
+        directory = self.file("texts/a.txt", "a text").parent
+        (directory / name).symlink_to("elsewhere")
+        return directory
 
-    def weights(self) -> Path:
+    def truncated_model(self) -> Path:
         """A model whose safetensors are cut short."""
         GPT2Config(n_layer=2, n_head=2, n_embd=32, n_positions=64).save_pretrained(self.path / "old")
         weights = (self.finished / "step_00000020" / "model.safetensors").read_bytes()
         return self.file("old/model.safetensors", weights[:-100]).parent
 
 
-PREPARE = "python -m recipe.data.prepare"
-NO_COLUMN = "no column 'text'; there are: title, body. Choose with --text_column"
-STORIES = {"config": "tinystories", "streaming": "false", "train_text": "roneneldan/TinyStories"}
-
-# The mistake with its number: the command's words ("prepare" first where it is not a run's), and what the error says.
-TABLE = {
-    "1 empty glob": (lambda at: at.train(at.path / "*.bin"), "*.bin: no such file, directory", ".bin file"),
-    "1 not prepared": (
-        lambda at: flags(**STORIES, dataset_name=at.path / "stories"),
-        "roneneldan/TinyStories, on the Hub because this disk has no such path, is not prepared in ",
-        f"stories yet; first run {PREPARE} with the same flags",
-    ),
-    "1 mistyped path": (  # it looks like ORG/NAME; the Hub is not asked here
-        lambda at: flags(dataset_name="mytext/poems", output_dir=at.run),
+# The mistake: the command's arguments ("prepare" first for the command that prepares data), and parts of the error.
+MISTAKES = {
+    "mistyped path": (  # it looks like ORG/NAME; the Hub is not asked here
+        lambda box: flags(dataset_name="mytext/poems", output_dir=box.run),
         "error: mytext/poems, on the Hub because this disk has no such path, is not prepared in data/poems-",
-        "--streaming true",
+        "yet; first run python -m recipe.data.prepare with the same flags, or pass --streaming true",
     ),
-    "1 offline": (
-        lambda at: flags(
+    "offline": (
+        lambda box: flags(
             config="gpt2",
             train_text="HuggingFaceFW/fineweb-edu",
-            dataset_name=at.path / "x",
-            output_dir=at.run,
+            dataset_name=box.path / "x",
+            output_dir=box.run,
             streaming=True,
         ),
         "error: data set fineweb-edu: no such path on this disk, and the Hub reports",
     ),
-    "1 nothing to prepare": (
-        lambda at: ["prepare", "--dataset_name=nothere"],
+    "nothing to prepare": (
+        lambda box: ["prepare", "--dataset_name=nothere"],
         "dataset_name nothere: no such file, directory or data set",
     ),
-    "1 a link to nothing, beside text": (  # as git-annex and DVC leave it
-        lambda at: at.train(at.path / "new", train_text=at.link("texts/b.txt", beside="a.txt")),
+    "broken link beside text": (  # as git-annex and DVC leave it
+        lambda box: box.train(box.path / "new", train_text=box.broken_link("b.txt")),
         "texts/b.txt cannot be read (No such file or directory); fetch what it links to, or remove it",
     ),
-    "4 token outside": (
-        lambda at: at.train(at.shard(np.where(GOOD % 9 == 0, 50257, GOOD))),
+    "token outside the vocabulary": (
+        lambda box: box.train(box.shard(np.where(GOOD % 9 == 0, 50257, GOOD))),
         "x_train_0.bin: holds token 50257, but GPT-2's vocabulary ends at 50256",
         "another tokenizer",
     ),
-    "9 column": (
-        lambda at: at.train(at.path / "new", train_text=at.file("a.jsonl", '{"title": "a", "body": "b"}\n')),
-        "line 1: " + NO_COLUMN,
+    "text column": (
+        lambda box: box.train(box.path / "new", train_text=box.file("a.jsonl", '{"title": "a", "body": "b"}\n')),
+        "line 1: no column 'text'; there are: title, body. Choose with --text_column",
     ),
-    "11 few windows": (
-        lambda at: at.train(at.shard(GOOD[:50])),
+    "too few windows": (
+        lambda box: box.train(box.shard(GOOD[:50])),
         "total_batch_tokens takes 4 sequences a step",
         "lower total_batch_tokens, or prepare more text",
     ),
-    "11 few words": (
-        lambda at: at.train(
-            at.path / "new", train_text=at.file("short.txt", "ten words are too few, however they are divided")
+    "too few words": (
+        lambda box: box.train(
+            box.path / "new", train_text=box.file("short.txt", "ten words are too few, however they are divided")
         ),
         "give more text (these are 11 tokens in all)",
     ),
-    "12 not UTF-8": (lambda at: ["--config", at.file("my.yaml", b"data: \xff\n")], "my.yaml: not valid YAML in UTF-8"),
-    "12 streamed shards": (lambda at: at.train(streaming="true"), "streaming needs text, and dataset_name "),
-    "12 mixture, all weights 0": (
-        lambda at: at.mixture("{name: A, weight: 0}, {name: B, weight: 0.0}"),
+    "not UTF-8": (lambda box: ["--config", box.file("my.yaml", b"data: \xff\n")], "my.yaml: not valid YAML in UTF-8"),
+    "streamed shards": (lambda box: box.train(streaming="true"), "streaming needs text, and dataset_name "),
+    "mixture, all weights 0": (
+        lambda box: box.mixture("{name: A, weight: 0}, {name: B, weight: 0.0}"),
         "dataset_name has no entry with a weight above 0; write a mixture as",
     ),
-    "12 mixture, a weight that rounds to no sequence": (
-        lambda at: at.mixture("{name: A, weight: 3}, {name: B, weight: 0.001}"),
+    "mixture, a weight that rounds to no sequence": (
+        lambda box: box.mixture("{name: A, weight: 3}, {name: B, weight: 0.001}"),
         "dataset_name gives B less than one of 1,000 sequences; raise its weight 0.001 above 0.003001, or make it 0",
     ),
-    "12 mixture, twice": (
-        lambda at: at.mixture("{name: A, weight: 1}, {name: ./A, weight: 2}"),
+    "mixture, one data set twice": (
+        lambda box: box.mixture("{name: A, weight: 1}, {name: ./A, weight: 2}"),
         "dataset_name lists ./A twice; remove one of the two",
     ),
-    "12 mixture, unknown key": (
-        lambda at: at.mixture("{name: A, weight: 1}, {name: B, weight: 1, text_colum: x}"),
+    "mixture, unknown key": (
+        lambda box: box.mixture("{name: A, weight: 1}, {name: B, weight: 1, text_colum: x}"),
         "entry 2 (B): unknown key 'text_colum'; did you mean 'text_column'?",
     ),
-    "12 mixture, list in a list": (
-        lambda at: ["--config", at.file("my.yaml", "dataset_name:\n- [A, B]\n- {name: B, weight: 1}\n")],
+    "mixture, list in a list": (
+        lambda box: ["--config", box.file("my.yaml", "dataset_name:\n- [A, B]\n- {name: B, weight: 1}\n")],
         "dataset_name, entry 1, is not a data set with a name and a weight; write a mixture as [",
     ),
-    "12 mixture, one val_data": (
-        lambda at: at.mixture("{name: A, weight: 1}, {name: B, weight: 1}", val_data="C"),
+    "mixture, val_data beside it": (
+        lambda box: box.mixture("{name: A, weight: 1}, {name: B, weight: 1}", val_data="C"),
         "val_data applies to one data set, but dataset_name is a list; move it into an entry",
     ),
-    "14 length": (lambda at: at.train(sequence_length=128), "sequence_length 128 is longer than n_positions"),
-    "15 heads": (
-        lambda at: at.train(n_embd=33),
+    "sequence length": (lambda box: box.train(sequence_length=128), "sequence_length 128 is longer than n_positions"),
+    "heads": (
+        lambda box: box.train(n_embd=33),
         "n_embd 33 is not a multiple of n_head 2; nearest valid n_embd: 32, 34",
     ),
-    "16 learning rate": (lambda at: at.train(learning_rate="nan"), "learning_rate is nan; it must be a finite"),
-    "16 wsd's decay": (
-        lambda at: at.train(decay_fraction=0.3),
+    "learning rate": (lambda box: box.train(learning_rate="nan"), "learning_rate is nan; it must be a finite"),
+    "wsd's decay": (
+        lambda box: box.train(decay_fraction=0.3),
         "decay_fraction is for lr_scheduler_type wsd, but lr_scheduler_type is cosine; remove decay_fraction",
     ),
-    "17 warm-up": (lambda at: at.train(warmup_steps=6), "warmup_steps 6 must be below max_steps 6"),
-    "18 fused loss": (lambda at: at.train(fused_loss=True), "fused_loss", "remove fused_loss"),
-    "22 complete, other data": (
-        lambda at: at.resume(max_steps=20, dataset_name=at.shard(GOOD)),
+    "warm-up": (lambda box: box.train(warmup_steps=6), "warmup_steps 6 must be below max_steps 6"),
+    "fused loss": (lambda box: box.train(fused_loss=True), "fused_loss", "remove fused_loss"),
+    "complete run, other data": (
+        lambda box: box.resume(max_steps=20, dataset_name=box.shard(GOOD)),
         "run is complete, and was trained on ",
         ", not on ",
         "choose another run_name, or start over with --fresh",
     ),
-    "22 complete, not prepared": (
-        lambda at: at.resume(max_steps=20, train_text=at.file("mine.txt", "text"), dataset_name=at.path / "mine"),
+    "complete run, unprepared text": (
+        lambda box: box.resume(max_steps=20, train_text=box.file("mine.txt", "text"), dataset_name=box.path / "mine"),
         "mine.txt; choose another run_name, or",
     ),
-    "22 no run": (
-        lambda at: at.train(output_dir=at.file("photos/a.jpg", "x").parent, fresh="true"),
+    "not a run's directory": (
+        lambda box: box.train(output_dir=box.file("photos/a.jpg", "x").parent, fresh="true"),
         "photos is not the directory of a run: it holds a.jpg",
     ),
-    "23 weights cut short": (
-        lambda at: at.train(init_from=at.weights()),
+    "truncated weights": (
+        lambda box: box.train(init_from=box.truncated_model()),
         "old/model.safetensors cannot be read (Error while deserializing header: ",
         "copy or download it again",
     ),
-    "24 run_name": (lambda at: at.train(run_name="../x"), "run_name '../x' must be letters", "output_dir"),
+    "run_name": (lambda box: box.train(run_name="../x"), "run_name '../x' must be letters", "output_dir"),
 }
 
 
+# Mistakes that show only after the data directory or the run is created.
+SHOWN_BY_THE_DATA = {"offline", "token outside the vocabulary", "text column", "too few words"}
+
+
 @pytest.fixture
-def place(shards, whole_run, tmp_path, monkeypatch):
+def box(shards, whole_run, tmp_path, monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    return Place(tmp_path, shards, whole_run[0])
+    return Sandbox(tmp_path, shards, whole_run[0])
 
 
-@pytest.mark.parametrize("name", TABLE)
-def test_bad_input(command, place, monkeypatch, name):
-    words, *message = TABLE[name]
-    argv = words(place)
-    before = sorted(place.path.rglob("*"))
+@pytest.mark.parametrize("name", MISTAKES)
+def test_bad_input(command, box, monkeypatch, name):
+    make_argv, *message_parts = MISTAKES[name]
+    argv = make_argv(box)
+    paths = sorted(box.path.rglob("*"))
     monkeypatch.chdir(ROOT)
     code, _, err = command(argv)
     assert code == 2
     assert err.startswith("error: ")
     assert err.count("error: ") == 1
     assert len(err.strip().splitlines()) <= 2, err
-    for part in message:
+    for part in message_parts:
         assert part in err
-    if int(name.split()[0]) >= 12:  # found before anything is written
-        assert sorted(place.path.rglob("*")) == before
+    if name not in SHOWN_BY_THE_DATA:
+        assert sorted(box.path.rglob("*")) == paths  # it writes nothing
 
 
 def test_a_python_without_the_dependencies_is_told_which_one_has_them(tmp_path):
@@ -272,74 +256,63 @@ def test_a_python_without_the_dependencies_is_told_which_one_has_them(tmp_path):
 
 
 def refused(argv: list, env: dict | None = None) -> str:
-    """The error of a run of two processes: printed once, before the launcher ends the other; no process trains."""
+    """The error of a run of two processes, which rank 0 alone prints; neither rank trains."""
     ranks = programs.Running("recipe/train.py", *argv, env=env, processes=2)
     assert ranks.wait(120) == 2, ranks.output
-    # The second was ended while it was starting, or heard that before its first step.
+    # Rank 1 stopped by itself, or at the launcher's SIGTERM: while starting, or before its first step (75).
     assert ranks.codes in ([2, 2], [2, -signal.SIGTERM], [2, 75]), ranks.output
     assert "Traceback" not in ranks.stderr
-    errors = [line for line in ranks.stderr.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1, ranks.stderr
-    return errors[0]
+    (error,) = [line for line in ranks.stderr.splitlines() if line.startswith("error: ")]
+    return error
 
 
-@pytest.mark.parametrize("name", ["4 token outside", "9 column", "22 no run"])
-def test_bad_input_of_two_processes(place, name):
-    """When both meet it, when one was to prepare the text for the other, and when one looks for both."""
-    words, *message = TABLE[name]
-    error = refused(words(place))
-    assert all(part in error for part in message)
+@pytest.mark.parametrize("name", ["token outside the vocabulary", "text column", "not a run's directory"])
+def test_two_processes_print_one_error(box, name):
+    """If both meet it, if rank 0 prepares the text for both, and if rank 0 checks the directory for both."""
+    make_argv, *message_parts = MISTAKES[name]
+    error = refused(make_argv(box))
+    assert all(part in error for part in message_parts)
 
 
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs DeepSpeed, which is installed on Linux only")
-@pytest.mark.parametrize(
-    ("fields", "changes", "message"),
-    [
-        ("mixed_precision,zero_stage", {}, "sets mixed_precision, zero_stage beside deepspeed_config_file"),
-        ("", {"optimizer": {"type": "Adam"}}, "zero1.json: optimizer is not about sharding"),
-    ],
-    ids=["19", "20"],
-)
-def test_19_and_20_files_that_disagree(place, fields, changes, message):
-    """The launcher passes on which fields its file has beside the sharding file's."""
-    shipped = json.loads((ROOT / "ds_configs" / "zero1.json").read_text())
-    file = place.file("zero1.json", json.dumps(shipped | changes))
+def test_an_accelerate_file_with_fields_beside_the_deepspeed_file_is_refused(box):
+    """Accelerate's launcher lists those fields in a variable."""
     env = {
         "ACCELERATE_USE_DEEPSPEED": "true",
-        "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(file),
+        "ACCELERATE_DEEPSPEED_CONFIG_FILE": "ds_configs/zero1.json",
         "ACCELERATE_DEEPSPEED_ZERO3_INIT": "false",
-        "ACCELERATE_CONFIG_DS_FIELDS": ",".join(filter(None, ("deepspeed_config_file,zero3_init_flag", fields))),
+        "ACCELERATE_CONFIG_DS_FIELDS": "deepspeed_config_file,zero3_init_flag,mixed_precision,zero_stage",
     }
-    assert message in refused(place.train(), env)
-    assert not place.run.exists()
+    assert "sets mixed_precision, zero_stage beside deepspeed_config_file" in refused(box.train(), env)
+    assert not box.run.exists()
 
 
-def test_24_a_checkpoint_that_leads_elsewhere_is_skipped(command, place):
-    argv = place.resume(max_steps=11, eval_steps="end", save_total_limit=1)
-    last, outside = place.run / "step_00000020", place.path / "outside"
-    last.rename(outside)
-    last.symlink_to(outside)
-    before = {path: path.read_bytes() for path in outside.iterdir()}
+def test_a_checkpoint_that_is_a_link_is_skipped_and_its_target_is_kept(command, box):
+    argv = box.resume(max_steps=11, eval_steps="end", save_total_limit=1)
+    link, target = box.run / "step_00000020", box.path / "outside"
+    link.rename(target)
+    link.symlink_to(target)
+    contents = {path: path.read_bytes() for path in target.iterdir()}
     code, out, err = command(argv)
     assert code == 0, err
     assert "step_00000020: it is a link" in out
     assert "from step 10" in out
-    assert {path: path.read_bytes() for path in outside.iterdir()} == before
+    assert {path: path.read_bytes() for path in target.iterdir()} == contents
 
 
-def test_a_full_disk_is_named(command, place, monkeypatch):
-    """Under a shard, and under tokenizer.json."""
-    monkeypatch.setenv("TMPDIR", str(place.path))
+def test_a_full_disk_is_named(command, box, monkeypatch):
+    """While a shard is written, and tokenizer.json."""
+    monkeypatch.setenv("TMPDIR", str(box.path))
     with files_of_at_most(200_000):
-        (code, _, preparing), (again, _, training) = command(place.prepare(SHAKESPEARE)), command(place.train())
-    assert (code, again) == (2, 2)
-    assert "out/train.part cannot be written (File too large); " in preparing
-    assert f"{place.path} cannot be written (File too large" in training
-    assert "set TMPDIR to another directory" in training
+        preparation = command(["prepare", *flags(train_text=SHAKESPEARE, dataset_name=box.path / "out")])
+        training = command(box.train())
+    assert (preparation[0], training[0]) == (2, 2)
+    assert "out/train.part cannot be written (File too large); " in preparation[2]
+    assert f"{box.path} cannot be written (File too large" in training[2]
+    assert "set TMPDIR to another directory" in training[2]
 
 
-def test_data_that_turn_out_damaged_cost_nothing_that_was_trained(command, tmp_path):
-    """The damage of the second shard is found when it is reached; there is a checkpoint of the step before."""
+def test_a_run_that_reaches_a_damaged_shard_saves_its_last_step(command, tmp_path):
     text, data, run = tmp_path / "text.txt", tmp_path / "data", tmp_path / "run"
     text.write_text(SHAKESPEARE.read_text()[:60_000])
     prepare(DataConfig(train_text=str(text), dataset_name=str(data), val_fraction=0.2, shard_tokens=5000))
@@ -349,63 +322,63 @@ def test_data_that_turn_out_damaged_cost_nothing_that_was_trained(command, tmp_p
     code, _, err = command(tiny(data, run, max_steps=20, save_steps="end"))
     assert code == 2
     assert "train_000001.bin: its SHA-256 is" in err
-    assert [p.name for p in checkpoints(run)] == ["step_00000007"]
+    assert [path.name for path in checkpoints(run)] == ["step_00000007"]
     assert verify(run / "step_00000007") == []
 
 
 @pytest.mark.parametrize("manifest", ["lost", "never"])
-def test_files_without_a_manifest_that_change_between_stop_and_resume_are_refused(command, place, manifest):
-    """The checkpoint knows the SHA-256 of what it has read; of a file of the same length, other tokens."""
-    data = place.shard(GOOD) if manifest == "never" else shutil.copytree(place.shards, place.path / "data")
-    assert command(place.train(data))[0] == 0
+def test_files_without_a_manifest_that_change_between_stop_and_resume_are_refused(command, box, manifest):
+    """By the SHA-256 that the checkpoint has of them: other tokens in a file of the same length."""
+    data = box.shard(GOOD) if manifest == "never" else shutil.copytree(box.shards, box.path / "data")
+    assert command(box.train(data))[0] == 0
     (data / "manifest.json").unlink(missing_ok=True)
-    assert command(place.train(data, max_steps=12))[0] == 0  # the same tokens
+    assert command(box.train(data, max_steps=12))[0] == 0  # the same tokens
     (file,) = data.glob("*train*.bin")
     tokens = np.fromfile(file, "<u2", offset=1024)
     file.write_bytes(file.read_bytes()[:1024] + np.roll(tokens, 1).tobytes())
-    code, _, err = command(place.train(data, max_steps=18))
+    code, _, err = command(box.train(data, max_steps=18))
     assert code == 2
     (error,) = [line for line in err.splitlines() if line.startswith("error:")]
     assert f"{file}: its SHA-256 is " in error
 
 
 @pytest.mark.parametrize("split", ["train", "val"])
-def test_a_shard_that_is_cut_short_while_it_is_read_costs_nothing_that_was_trained(place, split):
-    data, first = place.shard(np.tile(GOOD, 50), np.tile(GOOD, 5)), place.run / "step_00000003"
+def test_a_run_whose_shard_is_truncated_while_it_is_read_keeps_its_checkpoints(box, split):
+    data, checkpoint = box.shard(np.tile(GOOD, 50), np.tile(GOOD, 5)), box.run / "step_00000003"
 
-    def cut():
-        while not first.exists():
+    def truncate():
+        while not checkpoint.exists():
             time.sleep(0.01)
         os.truncate(data / f"x_{split}_0.bin", 1100)
 
-    threading.Thread(target=cut, daemon=True).start()
-    result = run_train(*place.train(data, max_steps=3000, save_steps=3, eval_steps=9), timeout=60)
+    threading.Thread(target=truncate, daemon=True).start()
+    result = run_train(*box.train(data, max_steps=3000, save_steps=3, eval_steps=9), timeout=60)
     assert result.returncode == 2, result.stdout[-1000:] + result.stderr
     assert f"x_{split}_0.bin was cut short while it was read" in result.stderr
-    assert verify(checkpoints(place.run)[-1]) == []
+    assert verify(checkpoints(box.run)[-1]) == []
 
 
-def test_22_the_same_shards_elsewhere_are_the_same_data(command, place):
-    elsewhere = {"dataset_name": shutil.copytree(place.shards, place.path / "elsewhere"), "dropout": 0.1}
+def test_the_same_shards_elsewhere_are_the_same_data(command, box):
+    elsewhere = {"dataset_name": shutil.copytree(box.shards, box.path / "elsewhere"), "dropout": 0.1}
     for argv, printed in (
-        (place.resume(max_steps=20, **elsewhere), "training is finished"),
-        (place.train(max_steps=21, **elsewhere), "from step 20"),
+        (box.resume(max_steps=20, **elsewhere), "training is finished"),
+        (box.train(max_steps=21, **elsewhere), "from step 20"),
     ):
         code, out, err = command(argv)
         assert code == 0, err
         assert printed in out
 
 
-def test_a_run_that_diverges_ends_and_keeps_its_last_good_checkpoint(command, place):
+def test_a_run_that_diverges_ends_and_keeps_finite_checkpoints(command, box):
     broken = {"learning_rate": 1e30, "max_steps": 32, "save_steps": 1, "logging_steps": 5}
-    code, _, err = command(place.resume(**broken))
+    code, _, err = command(box.resume(**broken))
     assert code == 2
     assert "the validation loss at step 30 is nan" in err
-    code, _, err = command(place.train(dropout=0.1, **broken | {"max_steps": 52, "eval_steps": "end"}))
+    code, _, err = command(box.train(dropout=0.1, **broken | {"max_steps": 52, "eval_steps": "end"}))
     assert code == 2
     assert "steps in a row" in err
-    assert (place.run / "step_00000020").is_dir()
-    for checkpoint in checkpoints(place.run):
+    assert (box.run / "step_00000020").is_dir()
+    for checkpoint in checkpoints(box.run):
         assert all(t.isfinite().all() for t in load_file(checkpoint / "model.safetensors").values()), checkpoint
 
 
