@@ -1,25 +1,25 @@
-"""The notebooks that ship: their own code, run in a new interpreter, with the test's parameters after theirs.
+"""The shipped notebooks: their code runs in a new interpreter, with the test's parameters after their own.
 
-The outside world is replaced by links to this working tree, the tests' Hub, programs named `pip`, `uv` and `apt-get`
-that install nothing, and modules with the names of Kaggle's, Colab's and IPython's.
+A link to this working tree replaces the clone, the tests' Hub the real one; `pip`, `uv` and `apt-get` are scripts that
+install nothing, and the modules of Kaggle, Colab and IPython are fakes.
 """
 
 import json
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from recipe.config import parse_config
 from recipe.notebooks import session as module
 from tests.canary import WANDB_KEY
-from tests.conftest import ROOT, TINY, by_step, environment, flags
+from tests.conftest import ROOT, TINY, by_step, environment, flags, run_train
 from tests.hub import REPO, TOKEN, Hub
 
 NOTEBOOKS = {
@@ -29,26 +29,26 @@ CODE = {  # code cells by their id
     name: {cell["id"]: "".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"}
     for name, notebook in NOTEBOOKS.items()
 }
-# The cells that all notebooks have to the letter: it is enough to run them once.
+# Cells that are identical in all notebooks, so that it is enough to run them once.
 SAME = {"hellaswag", "sample", "report"}
 
-# They install nothing, there is no network; what they were asked for is checked.
+# Installs nothing: it records its arguments.
 INSTALLER = """#!/bin/sh
 echo "${0##*/} $*" >> "${0%/*}/installed"
 [ "$1" != venv ] || mkdir -p .venv/bin
 """
 
 
-def modules(at: Path, **sources: str) -> dict[str, str]:
-    """Modules for a notebook's Python, by their dotted names with __ for a dot; the variable that makes them known."""
+def modules(directory: Path, **sources: str) -> dict[str, str]:
+    """Writes modules, given by dotted names with __ for a dot; returns the environment variable that finds them."""
     for name, source in sources.items():
-        path = at / f"{name.replace('__', '/')}.py"
+        path = directory / f"{name.replace('__', '/')}.py"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(textwrap.dedent(source))
-    return {"PYTHONPATH": str(at)}
+    return {"PYTHONPATH": str(directory)}
 
 
-# A picture that is shown leaves its path.
+# Displaying a picture prints its path.
 DISPLAY = """
 import sys, types
 sys.modules["IPython"] = types.ModuleType("IPython")
@@ -57,14 +57,13 @@ sys.modules["IPython.display"] = types.SimpleNamespace(Image=lambda path, **size
 
 
 def execute(name: str, tmp_path: Path, *, env: dict[str, str], skip: set[str] = frozenset(), **parameters) -> dict:
-    """Runs a notebook's cells, but those to `skip`; returns what each printed and showed, by its id, and "installed",
-    what pip and uv were asked for. A cell that raises fails the test, and so does a parameter that the notebook does
-    not have."""
-    bin, checkout = tmp_path / "bin", tmp_path / "checkout"
-    bin.mkdir()
+    """Runs a notebook's cells except those in `skip`; returns the output of each by its id, and as "installed" the
+    installers' command lines. Fails if a cell raises, or if the notebook lacks one of the `parameters`."""
+    bin_dir, checkout = tmp_path / "bin", tmp_path / "checkout"
+    bin_dir.mkdir()
     for program in ("pip", "uv", "apt-get"):
-        (bin / program).write_text(INSTALLER)
-        (bin / program).chmod(0o755)
+        (bin_dir / program).write_text(INSTALLER)
+        (bin_dir / program).chmod(0o755)
     checkout.mkdir()
     for part in ("recipe", "eval", "accelerate_configs", "constraints.txt"):
         (checkout / part).symlink_to(ROOT / part)
@@ -79,7 +78,7 @@ def execute(name: str, tmp_path: Path, *, env: dict[str, str], skip: set[str] = 
     assert parameters.keys() <= set(re.findall(r"^([A-Z_]+) = ", cells["parameters"], re.MULTILINE))
     cells["parameters"] += "".join(f"\n{key} = {value!r}" for key, value in parameters.items())
     script = DISPLAY + "".join(f"\nprint('>>> {ident}', flush=True)\n{source}\n" for ident, source in cells.items())
-    path = os.pathsep.join([str(bin), str(Path(sys.executable).parent), os.environ["PATH"]])
+    path = os.pathsep.join([str(bin_dir), str(Path(sys.executable).parent), os.environ["PATH"]])
     result = subprocess.run(
         [sys.executable, "-c", script],
         cwd=tmp_path,
@@ -91,27 +90,27 @@ def execute(name: str, tmp_path: Path, *, env: dict[str, str], skip: set[str] = 
     )
     assert result.returncode == 0, result.stdout
     printed = dict(re.findall(r"^>>> ([\w-]+)\n(.*?)(?=^>>> |\Z)", result.stdout, re.MULTILINE | re.DOTALL))
-    return printed | {"installed": (bin / "installed").read_text()}
+    return printed | {"installed": (bin_dir / "installed").read_text()}
 
 
-def recipe(at: Path, **fields) -> str:
-    """A recipe with the name of the run that it resumes."""
-    at.mkdir()
-    (at / "shakespeare.yaml").write_text("".join(f"{key}: {value}\n" for key, value in fields.items()))
-    return str(at / "shakespeare.yaml")
+def recipe(directory: Path, **fields) -> str:
+    """Writes a recipe of these fields, whose run is called shakespeare; returns its path."""
+    directory.mkdir()
+    (directory / "shakespeare.yaml").write_text("".join(f"{key}: {value}\n" for key, value in fields.items()))
+    return str(directory / "shakespeare.yaml")
 
 
 def check_installed(installed: str, extras: str, checkout: Path) -> None:
-    """uv is pinned; the extras are the wanted ones and exist; all versions are this project's, except torch's for a
-    GPU."""
+    """Checks that uv is pinned, that exactly these extras are installed and exist, and that all versions are this
+    project's, except for torch's on a GPU."""
     pattern = (
         r"pip install .*\buv==\d+\.\d+\.\d+\nuv venv .*\nuv pip install .* -e \.\[(.*)\]\n(apt-get .*tcmalloc.*\n)?"
     )
-    found = re.fullmatch(pattern, installed)
-    assert found[1] == extras
-    assert bool(found[2]) == extras.startswith("tpu")
-    known = (ROOT / "pyproject.toml").read_text()
-    assert all(f"\n{extra} = [" in known for extra in extras.split(","))
+    match = re.fullmatch(pattern, installed)
+    assert match[1] == extras
+    assert bool(match[2]) == extras.startswith("tpu")
+    pyproject = (ROOT / "pyproject.toml").read_text()
+    assert all(f"\n{extra} = [" in pyproject for extra in extras.split(","))
     if extras.startswith("tpu"):
         assert not (checkout / ".venv" / "constraints.txt").exists()
         return
@@ -121,11 +120,11 @@ def check_installed(installed: str, extras: str, checkout: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_t4s(shards, whole_run, tmp_path):
-    """Two processes resume an attached run, whose newer checkpoint is damaged, and its run at wandb, for whose key is
-    among Kaggle's secrets; a token from there pushes the model."""
-    earlier = shutil.copytree(whole_run[0], tmp_path / "input" / "my-notebook" / "runs" / "shakespeare")
-    (earlier / "step_00000020" / "model.safetensors").write_bytes(b"damaged")
+def test_kaggle_t4x2(shards, whole_run, tmp_path):
+    """Two processes resume an attached run whose newest checkpoint is damaged, and its wandb run. wandb's key and the
+    token that pushes the model are Kaggle secrets."""
+    attached_run = shutil.copytree(whole_run[0], tmp_path / "input" / "my-notebook" / "runs" / "shakespeare")
+    (attached_run / "step_00000020" / "model.safetensors").write_bytes(b"damaged")
     with Hub(tmp_path / "hub", TOKEN) as hub:
         secrets = f"""
             class UserSecretsClient:
@@ -139,11 +138,11 @@ def test_two_t4s(shards, whole_run, tmp_path):
         run = tmp_path / "runs" / "shakespeare"
         pushed = hub.files(REPO, "main")
     check_installed(printed["installed"], "trackers", tmp_path / "checkout")
-    assert f"resuming   {earlier}, copied into {run}" in printed["earlier"]
+    assert f"resuming   {attached_run}, copied into {run}" in printed["earlier"]
     assert "resume     from step 10" in printed["train"]
     assert "2 processes x" in printed["train"]
-    at_wandb = json.loads((earlier / "step_00000010" / "trainer_state.json").read_text())["tracker"]["run_id"]
-    assert list((run / "wandb").glob(f"offline-run-*-{at_wandb}"))
+    state = json.loads((attached_run / "step_00000010" / "trainer_state.json").read_text())
+    assert list((run / "wandb").glob(f"offline-run-*-{state['tracker']['run_id']}"))
     assert by_step(run)[20]["val_loss"] == pytest.approx(whole_run[1][20]["val_loss"], abs=0.05)  # other dropout masks
     results = json.loads((run / "step_00000020" / "results.json").read_text())
     assert (results["perplexity"]["windows"], results["hellaswag"]["rows"]) == (8, 4)
@@ -160,32 +159,28 @@ def test_two_t4s(shards, whole_run, tmp_path):
 @pytest.mark.slow
 def test_colab(shards, whole_run, tmp_path):
     """A complete run is resumed from Drive and copied back."""
-    kept, name = tmp_path / "drive" / "MyDrive" / "gpt2-recipe", "shakespeare"
-    shutil.copytree(whole_run[0], kept / name)
+    run_on_drive = tmp_path / "drive" / "MyDrive" / "gpt2-recipe" / "shakespeare"
+    shutil.copytree(whole_run[0], run_on_drive)
     drive = "def mount(path): print('mounted', path)"
     userdata = "def get(name): raise LookupError(name)"
     env = modules(tmp_path / "modules", google__colab__drive=drive, google__colab__userdata=userdata)
     config = recipe(tmp_path / "configs", **TINY, dataset_name=shards, dropout=0.1)
-    places = {"DRIVE": str(tmp_path / "drive"), "KEPT": str(kept)}
-    printed = execute("colab", tmp_path, env=env, skip={*SAME, "loss"}, CONFIG=config, HUB=REPO, **places)
+    paths = {"DRIVE": str(tmp_path / "drive"), "KEPT": str(run_on_drive.parent)}
+    printed = execute("colab", tmp_path, env=env, skip={*SAME, "loss"}, CONFIG=config, HUB=REPO, **paths)
     assert f"mounted {tmp_path / 'drive'}" in printed["drive"]
     assert "nothing can be pushed" in printed["token"]
-    assert f"resuming   {kept / name}, copied into" in printed["earlier"]
-    assert printed["train"].count("training is finished") == 1  # and not an hour later again
+    assert f"resuming   {run_on_drive}, copied into" in printed["earlier"]
+    assert printed["train"].count("training is finished") == 1  # not once an hour
     assert "not pushed: there is no HF_TOKEN" in printed["push"]
-    assert sorted(path.name for path in (kept / name).glob("step_*")) == ["step_00000010", "step_00000020"]
+    assert sorted(path.name for path in run_on_drive.glob("step_*")) == ["step_00000010", "step_00000020"]
 
 
-def test_colab_keeps_the_run_of_an_interrupted_cell(tmp_path):
-    def interrupted(command):
-        raise KeyboardInterrupt
-
-    kept: list = []
-    names = {"run": interrupted, "copy_run": lambda *paths: kept.append(paths), "Path": Path, "RUN": str(tmp_path)}
-    names |= {"KEPT": "/drive", "TPU": "", "HOURS": 4, "CONFIG": "", "TRACKER": "", "FIELDS": ""}
+def test_colab_copies_the_run_when_the_cell_is_interrupted(tmp_path):
+    run, copy_run = Mock(side_effect=KeyboardInterrupt), Mock()
+    variables = {"run": run, "copy_run": copy_run, "Path": Path, "RUN": str(tmp_path), "KEPT": "/drive", "HOURS": 4}
     with pytest.raises(KeyboardInterrupt):
-        exec(CODE["colab"]["train"], names)
-    assert kept == [(tmp_path, Path("/drive") / tmp_path.name)]
+        exec(CODE["colab"]["train"], dict.fromkeys(("TPU", "CONFIG", "TRACKER", "FIELDS"), "") | variables)
+    copy_run.assert_called_once_with(tmp_path, Path("/drive") / tmp_path.name)
 
 
 @pytest.mark.parametrize(
@@ -201,13 +196,12 @@ def test_colab_installs_for_the_device_of_its_runtime(tmp_path, accelerator, dev
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)
-def test_a_notebook_is_clean_and_names_what_exists(name):
+def test_a_notebook_has_no_outputs_and_streams_an_existing_recipe(name):
     cells = [cell for cell in NOTEBOOKS[name]["cells"] if cell["cell_type"] == "code"]
     assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in cells)
     assert all(CODE[name][ident] == CODE["kaggle-t4x2"][ident] for ident in SAME)
-    named = re.search(r'^CONFIG = "(\S+)"', CODE[name]["parameters"], re.MULTILINE)[1]
-    config = parse_config(["--config", str(ROOT / named)])
-    assert config.data.streaming  # no data are prepared beforehand
+    config_path = re.search(r'^CONFIG = "(\S+)"', CODE[name]["parameters"], re.MULTILINE)[1]
+    assert parse_config(["--config", str(ROOT / config_path)]).data.streaming
     accelerators = {"kaggle-t4x2": "nvidiaTeslaT4", "kaggle-tpu": "tpuV5e8"}  # Kaggle's names
     assert NOTEBOOKS[name]["metadata"].get("kaggle", {}).get("accelerator") == accelerators.get(name)
 
@@ -218,35 +212,27 @@ def session(monkeypatch):
     return module
 
 
-def test_a_training_that_stops_at_its_hours_is_no_failure(session, shards, tmp_path, capfd):
-    """The launcher makes 1 of the training's exit code 75, which it makes of a failure too."""
-    fields = TINY | {
-        "dataset_name": shards,
-        "output_dir": tmp_path / "run",
-        "max_steps": 5_000,
-        "save_steps": "end",
-        "max_hours": 2e-3,
-    }
-    train = " ".join([sys.executable, "recipe/train.py", *map(shlex.quote, flags(**fields))])
-    assert session.run(f"cd {ROOT} && {{ {train} || exit 1; }}") is False
-    lines = capfd.readouterr().out.splitlines()
-    assert "max_hours  0.002 hours have passed" in lines
-    assert lines[-1].startswith("stopped    before the end; the same command, without --fresh, continues")
+def test_a_training_that_stops_at_max_hours_is_no_failure(session, shards, tmp_path):
+    """The launcher replaces the training's exit code, 75, by 1, as it does for a failure."""
+    fields = {"dataset_name": shards, "output_dir": tmp_path / "run", "max_steps": 5_000, "save_steps": "end"}
+    training = run_train(*flags(**TINY | fields | {"max_hours": 2e-4}))
+    assert training.returncode == 75, training.stderr
     assert len(list((tmp_path / "run").glob("step_*"))) == 1
+    (tmp_path / "output").write_text(training.stdout)
+    assert session.run(f"cat {tmp_path / 'output'}; exit 1") is False
     assert session.FAILED == []
 
 
-def test_an_interrupted_command_is_told_to_stop_and_waited_for(session, tmp_path, monkeypatch):
-    """The shell around the training is a launcher that ends at once when it is told to; the training saves first."""
-    training, lines, heard = tmp_path / "training.sh", [], []
-    wait = "for i in $(seq 99); do sleep 0.1; done"
-    training.write_text(f"trap 'sleep 0.5; echo saved; exit 75' TERM; echo training; {wait}")
+def test_an_interrupt_stops_the_training_and_waits_for_its_checkpoint(session, tmp_path, monkeypatch):
+    """Although the shell around the training ends at SIGTERM at once, as a launcher may."""
+    training, lines = tmp_path / "training.sh", []
+    loop = "for i in $(seq 99); do sleep 0.1; done"
+    training.write_text(f"trap 'sleep 0.5; echo saved; exit 75' TERM; echo training; {loop}")
 
     def write(text: str, *_, **__):
         lines.append(text)
-        if text == "training\n" and not heard:
-            heard.append(True)
-            raise KeyboardInterrupt  # as the stop button does wherever the cell is
+        if text == "training\n":
+            raise KeyboardInterrupt  # the notebook's stop button
 
     monkeypatch.setattr(session, "print", write, raising=False)
     with pytest.raises(KeyboardInterrupt):
@@ -254,7 +240,7 @@ def test_an_interrupted_command_is_told_to_stop_and_waited_for(session, tmp_path
     assert lines[-1] == "saved\n"
 
 
-def test_a_command_that_fails_ends_the_notebook_only_where_it_is_essential(session, capsys):
+def test_a_failed_command_ends_the_notebook_only_if_it_is_essential(session, capsys):
     with pytest.raises(RuntimeError, match="exit code 3"):
         session.run("echo why; exit 3")
     assert session.run("exit 4", essential=False) is False
@@ -267,7 +253,7 @@ def names(run: Path) -> list[str]:
     return sorted(path.name for path in run.iterdir())
 
 
-def test_the_newest_of_several_earlier_outputs_is_taken_up(session, whole_run, tmp_path, capsys):
+def test_the_run_with_the_newest_checkpoint_is_resumed(session, whole_run, tmp_path, capsys):
     older, newer = (tmp_path / "input" / name / "runs" / "mine" for name in ("older", "newer"))
     shutil.copytree(whole_run[0] / "step_00000010", older / "step_00000010")
     (older / "metrics.jsonl").write_text("older")
@@ -276,7 +262,7 @@ def test_the_newest_of_several_earlier_outputs_is_taken_up(session, whole_run, t
     run = tmp_path / "runs" / "mine"
     session.take_up(run, tmp_path / "input")
     assert names(run) == ["metrics.jsonl", "step_00000010"]
-    session.take_up(run, tmp_path / "input")  # it is here already
+    session.take_up(run, tmp_path / "input")  # it is in place already
     assert capsys.readouterr().out.splitlines() == [
         f"resuming   {older}, copied into {run}",
         f"resuming   {run} from step 10",
@@ -289,20 +275,20 @@ def test_the_newest_of_several_earlier_outputs_is_taken_up(session, whole_run, t
 
 
 def test_a_copy_follows_the_run_and_never_holds_half_a_checkpoint(session, whole_run, tmp_path, monkeypatch):
-    run, kept = tmp_path / "run", tmp_path / "drive" / "run"
+    run, copy = tmp_path / "run", tmp_path / "drive" / "run"
     shutil.copytree(whole_run[0], run)
-    session.copy_run(run, kept)
-    assert names(kept) == [name for name in names(run) if not name.startswith(".")]
+    session.copy_run(run, copy)
+    assert names(copy) == [name for name in names(run) if not name.startswith(".")]
     (run / "step_00000020").rename(run / "step_00000030")
     shutil.rmtree(run / "step_00000010")
-    with monkeypatch.context() as patch:  # the session ends in the middle of the copy
+    with monkeypatch.context() as patch:  # the session ends during the copy
         patch.setattr(session.Path, "rename", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            session.copy_run(run, kept)
-    assert {"step_00000010", "step_00000020"} == {path.name for path in kept.glob("step_*")}
+            session.copy_run(run, copy)
+    assert {"step_00000010", "step_00000020"} == {path.name for path in copy.glob("step_*")}
     (run / "step_00000030" / "manifest.json").write_text("another run's of this step")
     for _ in range(2):
-        session.copy_run(run, kept)
-        assert [path.name for path in kept.glob("step_*")] == ["step_00000030"]
+        session.copy_run(run, copy)
+        assert [path.name for path in copy.glob("step_*")] == ["step_00000030"]
         (run / "step_00000030" / "manifest.json").write_text("again another's")
-    assert (kept / "step_00000030" / "manifest.json").read_text() == "again another's"
+    assert (copy / "step_00000030" / "manifest.json").read_text() == "again another's"
