@@ -1,4 +1,4 @@
-"""A text of documents and its prepared shards, which streams make again."""
+"""Prepared shards, to which the tests of streams compare."""
 
 from types import SimpleNamespace
 
@@ -13,7 +13,7 @@ from tests.data.streams import DOCUMENTS, T
 
 @pytest.fixture(scope="session")
 def prepared(tmp_path_factory) -> SimpleNamespace:
-    """The shards as `prepare` makes them: `data` is the configuration that streams the same."""
+    """The shards that `prepare` makes of DOCUMENTS; `data` is its configuration."""
     directory = tmp_path_factory.mktemp("prepared")
     text, out = directory / "d.parquet", directory / "out"
     pq.write_table(pa.table({"text": DOCUMENTS}), text, row_group_size=60)

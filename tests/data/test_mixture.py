@@ -39,10 +39,10 @@ def test_shares_are_exact_in_every_thousand_sequences(counts):
 @pytest.mark.slow
 def test_a_reader_that_gets_nothing_of_a_stream_holds_nobody_up(prepared, tmp_path):
     """Two readers, room for two shards of the stream: one gets all that comes from it, through eight shards."""
-    data = streams.at(prepared, tmp_path / "s", disk_budget_gb=streams.budget(prepared, 2))
+    data = streams.config_of(prepared, tmp_path / "s", disk_budget_gb=streams.budget(prepared, 2))
     sets, steps, batch = [MixtureEntry("local", 500, None), MixtureEntry("stream", 500, None)], 75, 32
     dataset, _ = dealt(np.arange(steps * batch), (500, 500), 3)
-    local, done = streams.local(prepared), threading.Event()
+    local, done = streams.dataset_of(prepared), threading.Event()
     with streams.streaming(data, readers=2) as s:
         readers = [MixedDataset(sets, [local, stream], batch, 3) for stream in s.datasets]
 

@@ -1,8 +1,7 @@
-"""Streamed shards: the same bytes as prepared ones, within the disk budget, whatever happens to the builder."""
+"""Streamed shards: the same bytes as prepared ones, within the disk budget, also after the builder fails."""
 
 import dataclasses
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -10,6 +9,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 import psutil
@@ -22,60 +22,57 @@ from recipe.data.stream import BuilderProcess, open_manifest
 from recipe.utils.errors import UserError
 from tests.checkpoint import change_state
 from tests.conftest import ROOT, TINY, flags, ok, run_train
-from tests.data.streams import BATCH, assert_rows, at, budget, local, streaming
+from tests.data.streams import BATCH, assert_rows, budget, config_of, dataset_of, streaming
 
 
-def test_streamed_is_prepared_within_the_budget(prepared, tmp_path):
-    """Two epochs and a half through room for three shards: the same manifest, the same batches."""
+def test_a_stream_gives_the_prepared_batches_within_its_disk_budget(prepared, tmp_path):
+    """2.5 epochs with room for three shards: the same batches and manifest."""
     counts = [e["tokens"] for e in prepared.manifest.of("train")]
-    assert counts[:5] == [800, 1600, 3200, 6400, 8000]  # the first is there soon, and each gives time for the next
+    # The first is ready soon, and training on each takes as long as making the next.
+    assert counts[:5] == [800, 1600, 3200, 6400, 8000]
     assert set(counts[4:-1]) == {8000}
     assert len(counts) >= 8
-    data = at(prepared, tmp_path / "s", disk_budget_gb=budget(prepared, 3))
-    expected, most, done = local(prepared), [0], threading.Event()
+    data = config_of(prepared, tmp_path / "s", disk_budget_gb=budget(prepared, 3))
+    expected, sizes, read = dataset_of(prepared), [], threading.Event()
 
     def watch():
-        while not done.wait(0.01):
+        while not read.wait(0.01):
             with suppress(FileNotFoundError):
-                most[0] = max(most[0], sum(p.stat().st_size for p in data_files(tmp_path / "s")))
+                paths = (path for path in (tmp_path / "s").iterdir() if path.suffix in (".bin", ".part"))
+                sizes.append(sum(path.stat().st_size for path in paths))
 
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
     with streaming(data) as s:
         assert_rows(s, expected, range(int(2.5 * expected.windows / BATCH)))
-        if os.path.exists("/proc/self/fd"):  # what is deleted must not be held open
-            links = [os.path.join("/proc/self/fd", number) for number in os.listdir("/proc/self/fd")]
-            held = [os.readlink(link) for link in links if os.path.lexists(link)]
-            assert not [file for file in held if str(s.out) in file and "(deleted)" in file]
-        done.set()
+        if Path("/proc/self/fd").exists():  # an open file would keep its disk space after it is deleted
+            open_files = [str(link.readlink()) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+            assert not [file for file in open_files if str(s.out) in file and "(deleted)" in file]
+        read.set()
         watcher.join()
         assert s.datasets[0].state_dict()["shards"] == expected.state_dict()["shards"]
-        here = [path.name for path in s.out.glob("*.bin")]
+        names = [path.name for path in s.out.glob("*.bin")]
     assert Manifest.load(tmp_path / "s") == Manifest.load(prepared.out)
-    assert 0 < most[0] <= data.disk_budget_gb * 1e9
-    assert len(here) < len(prepared.manifest.shards)  # it had to delete some
-    for name in here:
+    assert 0 < max(sizes) <= data.disk_budget_gb * 1e9
+    assert len(names) < len(prepared.manifest.shards)  # it had to delete some
+    for name in names:
         assert (tmp_path / "s" / name).read_bytes() == (prepared.out / name).read_bytes()
     with pytest.raises(UserError, match=r"gone; a streamed run deletes what it has read: .*--streaming"):
         find_shards(str(tmp_path / "s"), "train")
 
 
-def data_files(out):
-    return [*out.glob("*.bin"), *out.glob("*.part")]
-
-
 def test_a_resumed_stream_builds_only_what_it_needs(prepared, tmp_path):
-    """On the same disk; and on another one, from what the checkpoint keeps."""
-    data = at(prepared, tmp_path / "s", disk_budget_gb=budget(prepared, 4))
-    expected = local(prepared)
+    """On the same disk, and on another one from the manifest in the checkpoint."""
+    data = config_of(prepared, tmp_path / "s", disk_budget_gb=budget(prepared, 4))
+    expected = dataset_of(prepared)
     middle = int(expected.starts[5] + expected.starts[6]) // 2 // BATCH  # a step in the middle of shard 5
     with streaming(data) as s:
         assert_rows(s, expected, range(middle + 1))
         state = s.datasets[0].state_dict()
     (tmp_path / "s" / "train_000005.bin").unlink()
     for out, saved_manifest in ((tmp_path / "s", None), (tmp_path / "other", state["manifest"])):
-        there = dataclasses.replace(data, dataset_name=str(out))
-        with streaming(there, saved_manifest=saved_manifest, first=middle) as s:
+        resumed = dataclasses.replace(data, dataset_name=str(out))
+        with streaming(resumed, saved_manifest=saved_manifest, first_step=middle) as s:
             assert_rows(s, expected, range(middle, middle + 3))
     made = sorted(path.name for path in (tmp_path / "other").glob("*.bin"))
     assert made[0] == "train_000005.bin"
@@ -83,19 +80,19 @@ def test_a_resumed_stream_builds_only_what_it_needs(prepared, tmp_path):
 
 
 def test_a_shard_stays_until_every_reader_has_passed_it(prepared, tmp_path):
-    expected = local(prepared)
-    with streaming(at(prepared, tmp_path / "s", disk_budget_gb=budget(prepared, 3)), readers=2) as s:
+    expected = dataset_of(prepared)
+    with streaming(config_of(prepared, tmp_path / "s", disk_budget_gb=budget(prepared, 3)), readers=2) as s:
         fast, slow = s.datasets
         slow.sequences(0, 0, 1)
         for step in range(int(expected.starts[3]) // BATCH):
             fast.sequences(step, 0, BATCH // 2)
         reached = threading.Event()
-        far = int(expected.starts[7]) // BATCH
-        thread = threading.Thread(target=lambda: (fast.sequences(far, 0, BATCH // 2), reached.set()), daemon=True)
+        next_step = int(expected.starts[7]) // BATCH
+        thread = threading.Thread(target=lambda: (fast.sequences(next_step, 0, BATCH // 2), reached.set()), daemon=True)
         thread.start()
-        assert not reached.wait(1)  # there is no room for what it wants while the other is at the first shard
+        assert not reached.wait(1)  # there is no room for its shard while the slow reader is at the first one
         assert (s.out / "train_000000.bin").exists()
-        for step in range(far):
+        for step in range(next_step):
             rows = slow.sequences(step, BATCH // 2, BATCH)
             assert np.array_equal(rows, expected.sequences(step, BATCH // 2, BATCH))
         assert reached.wait(60)
@@ -103,21 +100,21 @@ def test_a_shard_stays_until_every_reader_has_passed_it(prepared, tmp_path):
 
 
 def test_a_builder_that_dies_ends_the_run_which_can_be_resumed(prepared, tmp_path):
-    data = at(prepared, tmp_path / "s", disk_budget_gb=budget(prepared, 2))
-    expected = local(prepared)
-    last = expected.windows // BATCH - 1
+    data = config_of(prepared, tmp_path / "s", disk_budget_gb=budget(prepared, 2))
+    expected = dataset_of(prepared)
+    last_step = expected.windows // BATCH - 1
     with streaming(data) as s:
         assert_rows(s, expected, range(30))
         s.builder.process.kill()
         with pytest.raises(UserError, match=r"that makes the shards in .*s died \(exit code -9\); the same"):
-            assert_rows(s, expected, range(30, last))
-    with streaming(data, first=30) as s:
-        assert_rows(s, expected, range(30, last))
+            assert_rows(s, expected, range(30, last_step))
+    with streaming(data, first_step=30) as s:
+        assert_rows(s, expected, range(30, last_step))
 
 
-def test_a_second_run_that_streams_into_the_directory_is_refused_and_the_first_goes_on(prepared, tmp_path, monkeypatch):
+def test_a_second_stream_into_the_directory_is_refused_and_the_first_continues(prepared, tmp_path, monkeypatch):
     monkeypatch.setattr("recipe.data.stream.LOCK_TIMEOUT_S", 0.2)
-    data, expected = at(prepared, tmp_path / "s", disk_budget_gb=budget(prepared, 3)), local(prepared)
+    data, expected = config_of(prepared, tmp_path / "s", disk_budget_gb=budget(prepared, 3)), dataset_of(prepared)
     with streaming(data) as s:
         assert_rows(s, expected, range(2))
         with pytest.raises(UserError, match="another process is making shards in this directory"):
@@ -126,7 +123,7 @@ def test_a_second_run_that_streams_into_the_directory_is_refused_and_the_first_g
 
 
 def test_a_builder_ends_with_the_process_that_started_it(prepared, tmp_path):
-    data, out = at(prepared, tmp_path / "s"), tmp_path / "s"
+    data, out = config_of(prepared, tmp_path / "s"), tmp_path / "s"
     command = [sys.executable, "-c", STARTS, json.dumps(dataclasses.asdict(data))]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT)
     builder = int(child.stdout.readline())
@@ -162,19 +159,18 @@ def alive(pid):
         ({"val_documents": 0}, "streaming local text needs val_documents"),
         ({"disk_budget_gb": 1e-5}, r"disk_budget_gb 1e-05: .* lower shard_tokens"),
         ({"val_documents": 10_000}, "no text besides .*; lower val_documents"),
-        ({"text_column": "body"}, r"no column 'body'; there are: text"),
     ],
 )
-def test_what_cannot_be_streamed_is_refused(prepared, tmp_path, changes, message):
+def test_a_stream_that_cannot_start_is_refused(prepared, tmp_path, changes, message):
     with pytest.raises(UserError, match=message):
-        Builder(at(prepared, tmp_path, **changes), readers=1).run(None, None)
+        Builder(config_of(prepared, tmp_path, **changes), readers=1).run(None, None)
 
 
-def test_a_shard_that_is_rebuilt_differently_is_refused(prepared, tmp_path):
-    """Because the text has changed since the checkpoint."""
+def test_a_text_that_changed_since_the_checkpoint_is_refused(prepared, tmp_path):
+    """By the SHA-256 of a shard that is made again."""
     manifest = Manifest(**dataclasses.asdict(prepared.manifest))
     manifest.shards[4] = manifest.shards[4] | {"sha256": "0" * 64}
-    producer = Producer(at(prepared, tmp_path))
+    producer = Producer(config_of(prepared, tmp_path))
     producer.open(saved_manifest=manifest)
     producer.make_validation()
     with pytest.raises(UserError, match="built again, it differs"):
@@ -182,36 +178,40 @@ def test_a_shard_that_is_rebuilt_differently_is_refused(prepared, tmp_path):
     assert list(tmp_path.glob("train*")) == []
 
 
-@pytest.mark.parametrize("whose", ["manifest.json", "trainer_state.json"])
-def test_no_file_outside_its_directory_is_touched_for_a_manifest(prepared, tmp_path, whose):
-    """A streamed run makes room by deleting the shards that it has passed: from a checkpoint of others, or in a
-    directory of theirs, any file could be named as one."""
-    out, thesis = tmp_path / "s", tmp_path / "thesis.tex"
+def test_a_manifest_cannot_make_a_stream_delete_files_elsewhere(prepared, tmp_path):
+    """A stream deletes the shards that it has passed. The manifest that names them is the directory's or, on an empty
+    disk, the checkpoint's, and either may come from somebody else."""
+    shards_dir, run_dir, thesis = tmp_path / "s", tmp_path / "run", tmp_path / "thesis.tex"
     thesis.write_text("three years")
 
-    def run(steps):
-        fields = {"dataset_name": out, "output_dir": tmp_path / "run", "train_text": prepared.text, "streaming": "true"}
+    def train(steps):
+        fields = {"dataset_name": shards_dir, "output_dir": run_dir, "train_text": prepared.text, "streaming": "true"}
         sizes = {"val_documents": 20, "shard_tokens": 200, "disk_budget_gb": 23e-6}  # room for four
         return run_train(*flags(**TINY | fields | sizes | {"max_steps": steps, "save_steps": 20}), timeout=60)
 
     def point_outside(manifest, number):
-        [e for e in manifest["shards"] if e["split"] == "train"][number]["file"] = "../thesis.tex"
+        [entry for entry in manifest["shards"] if entry["split"] == "train"][number]["file"] = "../thesis.tex"
 
-    def of_others(state):
+    def assert_refused(name):
+        result = train(60)
+        assert thesis.exists()
+        assert result.returncode == 2
+        (error,) = result.stderr.splitlines()
+        assert re.fullmatch(rf"error: .*/{name} cannot be read \(.*shards.*'\.\./thesis\.tex'.*\); .*", error)
+
+    def change(state):
         point_outside(state["data"]["manifest"], 0)
         state["data"]["shards"][0][0] = thesis.name
 
-    ok(run(20))
-    if whose == "manifest.json":
-        shutil.rmtree(tmp_path / "run")
-        manifest = json.loads((out / whose).read_text())
-        point_outside(manifest, -1)
-        (out / whose).write_text(json.dumps(manifest))
-    else:
-        shutil.rmtree(out)
-        change_state(tmp_path / "run" / "step_00000020", of_others)
-    result = run(60)
-    assert thesis.exists()
-    assert result.returncode == 2
-    (error,) = result.stderr.splitlines()
-    assert re.fullmatch(rf"error: .*/{whose} cannot be read \(.*shards.*'\.\./thesis\.tex'.*\); .*", error)
+    ok(train(20))
+    run_dir.rename(tmp_path / "kept")
+    manifest = json.loads((shards_dir / "manifest.json").read_text())
+    point_outside(manifest, -1)
+    (shards_dir / "manifest.json").write_text(json.dumps(manifest))
+    assert_refused("manifest.json")
+
+    shutil.rmtree(shards_dir)
+    shutil.rmtree(run_dir, ignore_errors=True)
+    (tmp_path / "kept").rename(run_dir)
+    change_state(run_dir / "step_00000020", change)
+    assert_refused("trainer_state.json")

@@ -1,4 +1,4 @@
-"""Streams from a local Hub that fails now and then: no document is lost or read twice."""
+"""Streams from a Hub that fails at times: no document is lost or read twice."""
 
 import dataclasses
 import json
@@ -14,7 +14,7 @@ import pytest
 from recipe.data.shards import Manifest
 from tests.conftest import ROOT, TINY, flags, metrics, ok, run_train
 from tests.data import write_tokens
-from tests.data.streams import BATCH, DOCUMENTS, assert_rows, at, budget, local, streaming
+from tests.data.streams import BATCH, DOCUMENTS, assert_rows, budget, config_of, dataset_of, streaming
 from tests.hub import Fault, Hub
 
 README = """---
@@ -46,13 +46,13 @@ def hub(prepared, tmp_path):
 
 @pytest.fixture
 def at_the_hub(hub, monkeypatch):
-    """What a process that this one starts needs in order to read from the Hub."""
+    """The environment in which child processes read from the Hub."""
     for name, value in (hub.environment | {"HF_HUB_DOWNLOAD_TIMEOUT": "1", "HF_TOKEN": TOKEN}).items():
         monkeypatch.setenv(name, value)
 
 
 def from_hub(prepared, out, **changes):
-    return at(prepared, out, **({"train_text": "a/text", "dataset_config": "sample-10BT"} | changes))
+    return config_of(prepared, out, **({"train_text": "a/text", "dataset_config": "sample-10BT"} | changes))
 
 
 FAILURES = [
@@ -60,27 +60,27 @@ FAILURES = [
     {"status": 500, "skip": 2},
     {"kind": "reset", "after": 5000, "skip": 2},
     {"kind": "stall", "after": 3000, "skip": 2},
-    {"status": 409, "skip": 1},  # which the libraries do not try again
+    {"status": 409, "skip": 1},  # the libraries do not retry it
 ]
 
 
-def assert_streamed(data, expected, epochs, first=0):
-    with streaming(data, first=first) as s:
-        assert_rows(s, expected, range(first, int(epochs * expected.windows) // BATCH))
+def assert_streamed(data, expected, epochs, first_step=0):
+    with streaming(data, first_step=first_step) as s:
+        assert_rows(s, expected, range(first_step, int(epochs * expected.windows) // BATCH))
 
 
 @pytest.mark.parametrize(
     ("name", "column", "failures"), [("a/text", "text", FAILURES), ("a/tokens", "tokens", FAILURES[:2])]
 )
-def test_text_from_a_hub_that_fails(prepared, hub, at_the_hub, tmp_path, capfd, name, column, failures):
-    """Once the first file was read; also when the stream is stopped and goes on. Its tokens are the same."""
+def test_a_stream_survives_a_hub_that_fails(prepared, hub, at_the_hub, tmp_path, capfd, name, column, failures):
+    """The faults begin after the first file; halfway, the stream is stopped and resumed."""
     hub.faults += [Fault(path="*/00[12].*", method="GET", **failure) for failure in failures]
-    source = {"train_text": name, "text_column": column}
-    data, expected = from_hub(prepared, tmp_path / "s", disk_budget_gb=budget(prepared, 3), **source), local(prepared)
+    data = from_hub(prepared, tmp_path / "s", disk_budget_gb=budget(prepared, 3), train_text=name, text_column=column)
+    expected = dataset_of(prepared)
     middle = int(0.5 * expected.windows) // BATCH
     assert_streamed(data, expected, 0.5)
-    assert_streamed(data, expected, 1, first=middle)
-    assert [fault.kind for fault in hub.faults] == []  # all of them happened
+    assert_streamed(data, expected, 1, first_step=middle)
+    assert [fault.kind for fault in hub.faults] == []  # each of them happened
     manifest = Manifest.load(tmp_path / "s")
     shas = [e["sha256"] for e in prepared.manifest.shards]
     assert [e["sha256"] for e in manifest.shards] == shas[: len(manifest.shards)]
@@ -90,7 +90,7 @@ def test_text_from_a_hub_that_fails(prepared, hub, at_the_hub, tmp_path, capfd, 
     if name == "a/text":  # the others are retried by huggingface_hub
         assert re.search(r"^data       a/text: .* trying again in ", printed.out, re.MULTILINE)
     assert "canary" not in printed.out + printed.err
-    for path in [p for p in (tmp_path / "s").rglob("*") if p.is_file()]:
+    for path in (path for path in (tmp_path / "s").rglob("*") if path.is_file()):
         assert b"canary" not in path.read_bytes(), path
 
 
@@ -112,7 +112,7 @@ print(json.dumps([refused(fields) for fields in json.loads(sys.argv[1])]))
 """
 
 
-def test_what_the_hub_does_not_have_is_an_error_at_once(prepared, hub, at_the_hub, tmp_path):
+def test_what_the_hub_does_not_have_is_an_error_without_a_retry(prepared, hub, at_the_hub, tmp_path):
     (hub.root / "a" / "script").mkdir()
     (hub.root / "a" / "script" / "script.py").write_text("import os\n")
     cases = [
@@ -138,9 +138,8 @@ def losses(run):
 
 
 @pytest.mark.slow
-def test_training_does_not_notice(prepared, tmp_path):
-    """The run on prepared shards, and the same streamed within a small budget, stopped in the middle of a shard, which
-    is deleted, and resumed with two processes on an emptied disk."""
+def test_a_streamed_run_has_the_losses_of_a_run_on_prepared_shards(prepared, tmp_path):
+    """Also if it is stopped in the middle of a shard and resumed with two processes on an empty disk."""
     stop, steps = 12, 24
     tiny = TINY | {"total_batch_tokens": 256, "max_steps": steps, "save_steps": stop, "eval_steps": stop}
     sizes = {"val_documents": 20, "shard_tokens": 8000}
@@ -156,7 +155,7 @@ def test_training_does_not_notice(prepared, tmp_path):
     assert losses(tmp_path / "streamed") == expected
     shutil.rmtree(tmp_path / "streamed" / f"step_{steps:08d}")
     assert f"resume     from step {stop}" in train("streamed", 2, dataset_name=tmp_path / "e", **streamed)
-    for a, b in zip(losses(tmp_path / "streamed"), expected, strict=True):
-        assert a == (b[0], *(pytest.approx(number, abs=1e-5) for number in b[1:]))
-    for directory in ("s", "e"):  # passed, and gone; not needed, and never built
+    for line, expected_line in zip(losses(tmp_path / "streamed"), expected, strict=True):
+        assert line == (expected_line[0], *(pytest.approx(number, abs=1e-5) for number in expected_line[1:]))
+    for directory in ("s", "e"):  # deleted once it was passed; never made, since the resumed run does not need it
         assert not (tmp_path / directory / "train_000000.bin").exists()
