@@ -34,7 +34,7 @@ from tests.data import DOCUMENTS, TEXT, contents, data_of, tokens_in, tokens_of,
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory):
-    """The shards of DOCUMENTS, 3000 tokens each, made in one go."""
+    """The shards of DOCUMENTS, 3000 tokens each, made without an interruption."""
     directory = tmp_path_factory.mktemp("reference")
     text = write_jsonl(directory / "d.jsonl")
     manifest = prepare(data_of(text, directory / "out", shard_tokens=3000))
@@ -42,16 +42,16 @@ def reference(tmp_path_factory):
 
 
 def test_shards_are_the_documents_in_order_each_after_end_of_text(reference):
-    """The last tenth of the tokens is for validation. Three thousand tokens a shard, and fewer in the first ones."""
+    """The last tenth of the tokens is for validation. The first shards are smaller than `shard_tokens`."""
     train, val = tokens_in(reference.out, "train"), tokens_in(reference.out, "val")
     assert train + val == tokens_of(DOCUMENTS)
     assert len(val) == len(train + val) // 10
-    counts = [s.tokens for s in find_shards(str(reference.out), "train")]
+    counts = [shard.tokens for shard in find_shards(str(reference.out), "train")]
     assert counts[:6] == [300, 600, 1200, 2400, 3000, 3000]
     assert len(counts) > 10
     assert set(counts[4:-1]) == {3000}
     assert 0 < counts[-1] < 3000
-    assert (reference.manifest.complete, reference.manifest.documents) == (True, 299)  # two empty, one of two
+    assert (reference.manifest.complete, reference.manifest.documents) == (True, 299)  # two are empty, one is two
     assert {path.name for path in reference.out.glob("*.bin")} == {e["file"] for e in reference.manifest.shards}
 
 
@@ -71,12 +71,12 @@ def archive(name: str, text: str) -> bytes:
         return out.getvalue()
 
 
-KINDS = ["ndjson", "jsonl.gz", "json.bz2", "JSONL.ZST", "array.json", "csv", "TSV.gz", "parquet", "directory", "glob"]
-
-
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    ["ndjson", "jsonl.gz", "json.bz2", "JSONL.ZST", "array.json", "csv", "TSV.gz", "parquet", "directory", "glob"],
+)
 def test_every_format_gives_the_same_bytes(reference, tmp_path, kind, capsys):
-    """What a directory holds besides is not read, and named; a glob reads what it matches."""
+    """A directory's other files are skipped, and logged; a glob reads all that it matches."""
     set_up_logging()
     text = tmp_path / f"d.{kind}"
     opener = OPENERS.get(kind.split(".")[-1].lower(), open)
@@ -107,7 +107,7 @@ def test_every_format_gives_the_same_bytes(reference, tmp_path, kind, capsys):
 
 @pytest.mark.parametrize("name", ["tokens.parquet", "tokens.jsonl"])
 def test_a_column_of_tokens_gives_the_bytes_of_its_text(reference, tmp_path, name):
-    """Whether or not its documents begin or end with end-of-text."""
+    """Whether or not documents begin or end with end-of-text."""
     tokens = write_tokens(tmp_path / name)
     prepare(data_of(tokens, tmp_path / "out", shard_tokens=3000, text_column="tokens"))
     assert contents(tmp_path / "out") == reference.contents
@@ -120,7 +120,7 @@ def test_a_column_of_tokens_gives_the_bytes_of_its_text(reference, tmp_path, nam
 
 
 def test_text_files_are_one_document_each(tmp_path):
-    """Without a byte-order mark; whatever ending they have, if a glob or their name says so."""
+    """Without the byte-order mark. A file name or glob accepts any suffix."""
     for name, text in (("b.py", "second\r\n"), ("a.TXT", "\ufefffirst"), ("c.txt.gz", "third")):
         data = text.encode()
         (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith("gz") else data)
@@ -138,67 +138,57 @@ STORIES = [TEXT[i * 5000 : i * 5000 + 4990] for i in range(220)]  # more than a 
 
 
 def test_a_literal_end_of_text_separates_documents(tmp_path, monkeypatch):
-    """As tiktoken reads it, wherever a reader's chunks end, and after an interruption; the first are for validation."""
-    text = "<|endoftext|>".join(["", *STORIES[:200], "last" * 300_000, *STORIES[200:], "\n"])
+    """As in tiktoken, wherever a reader's chunks end. A long document has the tokens of its unsplit text, also if the
+    preparation is interrupted in the middle of it; the first documents are for validation."""
+    text = "<|endoftext|>".join(["", *STORIES[:60], TEXT, *STORIES[60:], "\n"])
     expected = encoding().encode(text, allowed_special="all")
-    (tmp_path / "d.txt").write_text(f"{text}<|endoftext|><|endoftext|>")  # of nothing
+    (tmp_path / "d.txt").write_text(f"{text}<|endoftext|><|endoftext|>")  # two empty documents
     write_jsonl(tmp_path / "d.jsonl", [text, "<|endoftext|>"])
     for name in ("d.txt", "d.jsonl"):
         data = data_of(tmp_path / name, tmp_path / f"{name}.out", val_documents=30, shard_tokens=50_000)
-        interrupted_at(monkeypatch, data, 5)
+        for _ in range(2):
+            interrupted_at(monkeypatch, data, 6)
+            position = Manifest.load(tmp_path / f"{name}.out").shards[-1]["next"]
+            assert (position["document"], position["tokens"] > 0) == (60, True)
         assert prepare(data).documents == 222
         val = tokens_in(data.dataset_name, "val")
         assert val == tokens_of(STORIES[:30])
         assert val + tokens_in(data.dataset_name, "train") == expected
 
 
-def test_the_shipped_texts_shards_are_these_for_ever(tmp_path):
-    """338,025 tokens is what nanoGPT and llm.c count too."""
-    assert (
-        main(["--config=shakespeare", "--train_text=recipe/data/tiny_shakespeare.txt", f"--dataset_name={tmp_path}"])
-        == 0
-    )
+def test_the_shards_of_the_shipped_text_never_change(tmp_path):
+    """338,025 tokens + 1 end-of-text: nanoGPT and llm.c count as many."""
+    words = ["--config=shakespeare", "--train_text=recipe/data/tiny_shakespeare.txt", f"--dataset_name={tmp_path}"]
+    assert main(words) == 0
     assert tokens_in(tmp_path, "train") + tokens_in(tmp_path, "val") == tokens_of([TEXT])
     shards = {shard["file"]: (shard["tokens"], shard["sha256"][:16]) for shard in Manifest.load(tmp_path).shards}
     assert shards == {"train_000000.bin": (304_224, "72da7942a37d421e"), "val_000000.bin": (33_802, "82c0204e8b499d72")}
 
 
-def test_long_documents_are_tokenized_as_a_whole(tmp_path, monkeypatch):
-    """Also when the preparation is interrupted in the middle of them."""
-    texts = [TEXT, "short", TEXT[:700_000]]
-    data = data_of(write_jsonl(tmp_path / "d.jsonl", texts), tmp_path / "out", val_fraction=0, shard_tokens=50_000)
-    interrupted_at(monkeypatch, data, 4)
-    assert Manifest.load(tmp_path / "out").shards[-1]["next"]["tokens"] > 0
-    interrupted_at(monkeypatch, data, 6)
-    prepare(data)
-    assert tokens_in(tmp_path / "out", "train") == tokens_of(texts)
+def interrupted_at(monkeypatch, data, number):
+    """Prepares until the commit of the `number`-th shard, which fails."""
+    remaining, commit = iter(range(number - 1)), OpenShard.commit
 
-
-def interrupted_at(monkeypatch, data, calls):
-    """Prepares until the `calls`-th shard gets its name, which fails."""
-    left = iter(range(calls - 1))
-    real = OpenShard.commit
-
-    def commit(*arguments):
-        if next(left, None) is None:
+    def failing(*arguments):
+        if next(remaining, None) is None:
             raise OSError("pulled the plug")
-        return real(*arguments)
+        return commit(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(OpenShard, "commit", commit)
+        patch.setattr(OpenShard, "commit", failing)
         with pytest.raises(OSError, match="plug"):
             prepare(data)
 
 
-def killed_after(data, calls):
-    """A child process that is killed with SIGKILL at its `calls`-th rename or sync; False if it ended before."""
+def killed_at(data, number):
+    """Prepares in a child that is killed at its `number`-th rename, deletion or sync; False if it ends before that."""
     child = os.fork()
     if child == 0:
-        left = iter(range(calls - 1))
+        remaining = iter(range(number - 1))
 
         def counted(function):
             def call(*arguments):
-                if next(left, None) is None:
+                if next(remaining, None) is None:
                     os.kill(os.getpid(), signal.SIGKILL)
                 return function(*arguments)
 
@@ -211,44 +201,44 @@ def killed_after(data, calls):
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
 
 
-@pytest.mark.parametrize("changes", [{"val_documents": 9}, {"val_fraction": 0.3}])  # the first; the end, of two shards
+@pytest.mark.parametrize("changes", [{"val_documents": 9}, {"val_fraction": 0.3}])  # at the start; at the end, 2 shards
 def test_killed_anywhere_and_run_again_gives_the_same_bytes(tmp_path, changes):
     text = write_jsonl(tmp_path / "d.jsonl", [*DOCUMENTS[:110], *DOCUMENTS[3:12]])
-    sizes = {"shard_tokens": 6000}
-    prepare(data_of(text, tmp_path / "uninterrupted", **sizes, **changes))
-    calls = 1
-    while killed_after(data := data_of(text, tmp_path / f"out{calls}", **sizes, **changes), calls):
-        killed_after(data, 7)  # and once more on the way
+    options = {"shard_tokens": 6000} | changes
+    prepare(data_of(text, tmp_path / "uninterrupted", **options))
+    number = 1
+    while killed_at(data := data_of(text, out := tmp_path / f"out{number}", **options), number):
+        killed_at(data, 7)  # and a second time
         prepare(data)
-        assert contents(tmp_path / f"out{calls}") == contents(tmp_path / "uninterrupted")
-        assert not list((tmp_path / f"out{calls}").glob("*.part"))
-        calls += 7
-    assert calls > 20
+        assert contents(out) == contents(tmp_path / "uninterrupted")
+        assert not list(out.glob("*.part"))
+        number += 7
+    assert number > 20
 
 
 @pytest.mark.parametrize("changes", [{"val_documents": 9}, {"val_fraction": 0.99}])
-def test_what_was_damaged_during_an_interruption_is_not_read_again(tmp_path, monkeypatch, changes):
+def test_a_shard_that_is_damaged_during_an_interruption_is_refused(tmp_path, monkeypatch, changes):
     data = data_of(write_jsonl(tmp_path / "d.jsonl"), tmp_path / "out", shard_tokens=6000, **changes)
     interrupted_at(monkeypatch, data, 4)
-    first = tmp_path / "out" / Manifest.load(tmp_path / "out").shards[0]["file"]
-    first.write_bytes(first.read_bytes()[:-2] + b"\x00\x01")
-    with pytest.raises(UserError, match=rf"{first}: its SHA-256 is"):
+    shard = tmp_path / "out" / Manifest.load(tmp_path / "out").shards[0]["file"]
+    shard.write_bytes(shard.read_bytes()[:-2] + b"\x00\x01")
+    with pytest.raises(UserError, match=rf"{shard}: its SHA-256 is"):
         prepare(data)
 
 
 def test_complete_shards_are_left_alone_and_other_settings_are_refused(reference, capsys):
     set_up_logging()
-    before = (reference.out / "manifest.json").stat().st_mtime_ns
+    mtime = (reference.out / "manifest.json").stat().st_mtime_ns
     assert prepare(data_of(reference.text, reference.out, shard_tokens=3000)) == reference.manifest
     assert "complete already" in capsys.readouterr().out
     for name, value in {"val_fraction": 0.2, "shard_tokens": 4000, "val_documents": 9}.items():
         changes = {"shard_tokens": 3000} | {name: value}
         with pytest.raises(UserError, match=rf"with other settings: {name} was|val_fraction was 0\.1.*Delete"):
             prepare(data_of(reference.text, reference.out, **changes))
-    assert (reference.out / "manifest.json").stat().st_mtime_ns == before
+    assert (reference.out / "manifest.json").stat().st_mtime_ns == mtime
 
 
-def test_two_at_once_are_refused(reference, tmp_path):
+def test_two_preparations_into_one_directory_are_refused(reference, tmp_path):
     with alone_in(tmp_path), pytest.raises(UserError, match="another process is making shards"):
         prepare(data_of(reference.text, tmp_path))
 
@@ -257,17 +247,19 @@ REPEATED = [*DOCUMENTS[:100], *DOCUMENTS[20:60], *DOCUMENTS[100:150], DOCUMENTS[
 
 
 def test_validation_documents_are_never_trained_on(tmp_path, monkeypatch):
-    """The first ones, nor others with the text of one of them, also after an interruption."""
+    """Nor are their duplicates, also after an interruption."""
     data = data_of(write_jsonl(tmp_path / "d.jsonl", REPEATED), tmp_path / "out", val_documents=31, shard_tokens=4000)
     interrupted_at(monkeypatch, data, 4)
     manifest = prepare(data)
     assert manifest.shards[0]["split"] == "val"  # validation can begin before training ends
-    assert tokens_in(tmp_path / "out", "val") == tokens_of(REPEATED[:30])  # of which one is two
-    assert tokens_in(tmp_path / "out", "train") == tokens_of(d for d in REPEATED[30:] if d not in REPEATED[:30])
+    assert tokens_in(tmp_path / "out", "val") == tokens_of(REPEATED[:30])  # 31 documents: one of them is two
+    assert tokens_in(tmp_path / "out", "train") == tokens_of(
+        text for text in REPEATED[30:] if text not in REPEATED[:30]
+    )
 
 
-def test_many_documents_are_validated_on_from_all_over(tmp_path, monkeypatch, capsys):
-    """A thousand: about the share, the same after an interruption and for a lost shard, and none is trained on too."""
+def test_validation_documents_of_a_long_text_come_from_all_over_it(tmp_path, monkeypatch, capsys):
+    """About `val_fraction` of them, none of which is trained on; the same ones when a lost shard is made again."""
     set_up_logging()
     texts = [f"{i} {TEXT[i * 50 : i * 50 + 200]}" for i in range(2000)] + ["7 again"] * 40
     data = data_of(write_jsonl(tmp_path / "d.jsonl", texts), tmp_path / "out", shard_tokens=20_000)
@@ -283,28 +275,28 @@ def test_many_documents_are_validated_on_from_all_over(tmp_path, monkeypatch, ca
     assert all(sum(lo <= number < lo + 500 for number in val) > 25 for lo in range(0, 2000, 500))
     assert not set(documents["val"]) & set(documents["train"])
     assert set(documents["val"]) | set(documents["train"]) == set(texts)
-    before = contents(tmp_path / "out")
+    expected = contents(tmp_path / "out")
     (tmp_path / "out" / manifest.of("train")[2]["file"]).unlink()
     prepare(data)
-    assert contents(tmp_path / "out") == before
+    assert contents(tmp_path / "out") == expected
 
 
-def test_patience_with_the_hub_ends(monkeypatch):
-    """After fifteen minutes without an answer, and at once where it never answered."""
+def test_retries_of_the_hub_end_after_15_minutes(monkeypatch):
+    """If it has answered before; otherwise there are none."""
     clock = [0.0]
     monkeypatch.setattr(time, "sleep", lambda seconds: clock.__setitem__(0, clock[0] + seconds))
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     hub = HubText(DataConfig(train_text="a/b"), Column("text", open_tokenizer("gpt2")))
     with pytest.raises(UserError, match="data set a/b: no such path on this disk, and the Hub reports ConnectionError"):
         hub.wait_after(ConnectionError("gone"))
-    hub.pin(SimpleNamespace(source={"commit": "a"}, shards=[{}]))  # of what it has answered before
+    hub.pin(SimpleNamespace(source={"commit": "a"}, shards=[{}]))  # made from its earlier answers
     with pytest.raises(UserError, match="data set a/b: the Hub, which answered before, reports PermissionError: no"):
         any(map(hub.wait_after, itertools.repeat(PermissionError("no"))))
     assert 900 < clock[0] <= 960
 
 
 def zipped(data: bytes) -> bytes:
-    """Without the time, since it is in the name of a test, and pytest-xdist's workers must agree on that."""
+    """Without the time: the bytes are part of a test's name, on which pytest-xdist's workers must agree."""
     return gzip.compress(data, mtime=0)
 
 
@@ -344,20 +336,20 @@ def zipped(data: bytes) -> bytes:
         ),
     ],
 )
-def test_files_that_cannot_be_used(tmp_path, name, data, message):
+def test_a_file_that_cannot_be_used_is_named_with_a_way_out(tmp_path, name, data, message):
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / name).write_bytes(data)
     with pytest.raises(UserError, match=message):
         prepare(data_of(tmp_path / "in" / name, tmp_path / "out"))
 
 
-def test_the_command(reference, tmp_path, capsys):
+def test_the_command_makes_the_same_shards_and_summarizes_them(reference, tmp_path, capsys):
     command = ["--train_text", str(reference.text), "--val_fraction", "0.1", "--shard_tokens", "3000"]
-    ran = ok(processes.run("-m", "recipe.data.prepare", *command, "--dataset_name", str(tmp_path / "out")))
-    first, last = ran.stdout.splitlines()
-    assert first.startswith(f"data       tokenizing {reference.text} into {tmp_path}")
-    assert f"{len(reference.contents)} shards, " in last
-    assert "299 documents in " in last
+    result = ok(processes.run("-m", "recipe.data.prepare", *command, "--dataset_name", str(tmp_path / "out")))
+    start, summary = result.stdout.splitlines()
+    assert start.startswith(f"data       tokenizing {reference.text} into {tmp_path}")
+    assert f"{len(reference.contents)} shards, " in summary
+    assert "299 documents in " in summary
     assert contents(tmp_path / "out") == reference.contents
     assert main([*command, "--dataset_name", str(reference.out.parent)]) == 2
     assert "holds other files" in capsys.readouterr().err
@@ -365,9 +357,9 @@ def test_the_command(reference, tmp_path, capsys):
 
 @pytest.mark.parametrize("name", ["d.txt", "d.txt.gz", "d.jsonl", "d.parquet"])
 def test_progress_moves_within_a_file(tmp_path, monkeypatch, capsys, name):
-    """By bytes; off a terminal there is a minute between two bars, but not here."""
+    """In bytes. Without a terminal, the bar is printed once a minute; here, each time."""
     monkeypatch.setattr("recipe.data.prepare.BETWEEN_BARS_S", 0)
-    monkeypatch.setattr(os, "cpu_count", lambda: 1)  # or, with many cores, all is read before anything is tokenized
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)  # more threads would read all before anything is tokenized
     if name == "d.jsonl":
         write_jsonl(tmp_path / name, STORIES * 3)
     elif name == "d.parquet":
@@ -375,16 +367,16 @@ def test_progress_moves_within_a_file(tmp_path, monkeypatch, capsys, name):
     else:
         (gzip.open if name.endswith("gz") else open)(tmp_path / name, "wb").write((TEXT * 3).encode())
     prepare(data_of(tmp_path / name, tmp_path / "out"))
-    parts = [int(part) for part in re.findall(r"(\d+)%\|", capsys.readouterr().err)]
-    assert parts == sorted(parts)
-    assert len(set(parts)) >= 3
-    assert parts[-1] == 100
+    percentages = [int(number) for number in re.findall(r"(\d+)%\|", capsys.readouterr().err)]
+    assert percentages == sorted(percentages)
+    assert len(set(percentages)) >= 3
+    assert percentages[-1] == 100
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="needs /proc")
 def test_memory_does_not_grow_with_the_text(tmp_path):
-    """One document of 40 MB, and 40 MB of documents: well under a gigabyte."""
+    """600 MB are enough for one document of 40 MB, and for 40 MB of documents."""
     (tmp_path / "one.txt").write_text(TEXT * 36)
     write_jsonl(tmp_path / "many.jsonl", [TEXT[i : i + 20_000] for i in range(2000)])
     for name in ("one.txt", "many.jsonl"):
@@ -393,10 +385,10 @@ def test_memory_does_not_grow_with_the_text(tmp_path):
             "assert main(sys.argv[1:]) == 0\n"
             "print(open('/proc/self/status').read())"
         )
-        words = ["--train_text", str(tmp_path / name), "--dataset_name", str(tmp_path / f"{name}.out")]
+        words = flags(train_text=tmp_path / name, dataset_name=tmp_path / f"{name}.out")
         command = [sys.executable, "-c", code, *words]
-        ran = ok(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300))
-        assert int(re.search(r"VmHWM:\s+(\d+) kB", ran.stdout)[1]) < 600_000, name
+        result = ok(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300))
+        assert int(re.search(r"VmHWM:\s+(\d+) kB", result.stdout)[1]) < 600_000, name
 
 
 SLOW = """
@@ -406,9 +398,9 @@ import recipe.data.open
 import recipe.engine.strategy
 from recipe.train import main
 
-def prepare(data, at_once=recipe.data.open.prepare):
+def prepare(data, prepare=recipe.data.open.prepare):
     time.sleep(30)
-    at_once(data)
+    prepare(data)
 
 recipe.engine.strategy.TIMEOUT, recipe.data.open.prepare = timedelta(seconds=15), prepare
 sys.exit(main(sys.argv[1:]))
@@ -417,7 +409,7 @@ sys.exit(main(sys.argv[1:]))
 
 @pytest.mark.slow
 def test_other_processes_wait_for_a_text_longer_than_for_a_collective_call(tmp_path):
-    """The main process prepares it in 30 s here, where a collective call may take 15: 40 minutes, unless patched."""
+    """The main process prepares it for 30 s, and a collective call times out after 15 s (by default, 40 minutes)."""
     (tmp_path / "d.txt").write_text(TEXT)
     (tmp_path / "train.py").write_text(f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n{SLOW}")
     run = TINY | {"max_steps": 2, "warmup_steps": 1, "dataset_name": tmp_path / "d.txt", "output_dir": tmp_path / "run"}
