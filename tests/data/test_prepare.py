@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from recipe.config import DataConfig
-from recipe.data.documents import Column
+from recipe.data.documents import LONGEST_PIECE, Column
 from recipe.data.hub_text import HubText
 from recipe.data.prepare import alone_in, main, prepare
 from recipe.data.shards import Manifest, OpenShard, find_shards
@@ -140,7 +140,8 @@ STORIES = [TEXT[i * 5000 : i * 5000 + 4990] for i in range(220)]  # more than a 
 def test_a_literal_end_of_text_separates_documents(tmp_path, monkeypatch):
     """As in tiktoken, wherever a reader's chunks end. A long document has the tokens of its unsplit text, also if the
     preparation is interrupted in the middle of it; the first documents are for validation."""
-    text = "<|endoftext|>".join(["", *STORIES[:60], TEXT, *STORIES[60:], "\n"])
+    text = "<|endoftext|>".join(["", *STORIES[:60], TEXT[:1_111_542], *STORIES[60:], "\n"])
+    assert text[2 * LONGEST_PIECE - 6 :].startswith("<|endoftext|>")  # the end of the second chunk is in a separator
     expected = encoding().encode(text, allowed_special="all")
     (tmp_path / "d.txt").write_text(f"{text}<|endoftext|><|endoftext|>")  # two empty documents
     write_jsonl(tmp_path / "d.jsonl", [text, "<|endoftext|>"])
