@@ -35,7 +35,7 @@ SMALL = flags(
 
 
 def opened(*words):
-    """The training and validation tokens of a run with these flags, of its first two sequences, and its data fields."""
+    """The training and validation data of a run with these flags, after reading two sequences, and its DataConfig."""
     config = parse_config(["--n_positions=16", "--sequence_length=16", "--total_batch_tokens=32", *map(str, words)])
     with open_datasets(config, batch_arithmetic(config, 1), Processes()) as (train, validation):
         train.sequences(0, 0, 2)
@@ -43,7 +43,7 @@ def opened(*words):
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch):
+def workdir(tmp_path, monkeypatch):
     """An empty working directory."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -51,64 +51,64 @@ def here(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("flag", ["dataset_name", "train_text"])
 @pytest.mark.parametrize("name", ["mine.txt", "texts", "texts/*.jsonl", "mine.txt.gz"])
-def test_text_that_is_named_is_trained_on(here, flag, name):
-    """With the default recipe, whose own text is Shakespeare; its shards lie in a directory of their own."""
-    (here / "texts").mkdir()
-    write_jsonl(here / "texts" / "a.jsonl", DOCUMENTS[:20])
-    (here / "mine.txt").write_text(TEXT[5000:9000])
-    (here / "mine.txt.gz").write_bytes(gzip.compress(TEXT[5000:9000].encode()))
-    before = sorted(path.name for path in (here / "texts").iterdir())
+def test_a_run_trains_on_the_text_that_is_named(workdir, flag, name):
+    """Although the default recipe has a text. The shards go into a directory that depends on text and settings."""
+    (workdir / "texts").mkdir()
+    write_jsonl(workdir / "texts" / "a.jsonl", DOCUMENTS[:20])
+    (workdir / "mine.txt").write_text(TEXT[5000:9000])
+    (workdir / "mine.txt.gz").write_bytes(gzip.compress(TEXT[5000:9000].encode()))
+    files = sorted((workdir / "texts").iterdir())
     _, _, data = opened(f"--{flag}={name}")
     expected = tokens_of(DOCUMENTS[:20] if "texts" in name else [TEXT[5000:9000]])
     assert tokens_in(data.dataset_name, "train") + tokens_in(data.dataset_name, "val") == expected
     assert re.fullmatch(r"data/(mine|texts)-[0-9a-f]{8}", data.dataset_name)
-    assert sorted(path.name for path in (here / "texts").iterdir()) == before
+    assert sorted((workdir / "texts").iterdir()) == files
     assert opened(f"--{flag}={name}", "--val_fraction=0.2")[2].dataset_name != data.dataset_name
 
 
 @pytest.mark.parametrize("name", ["data", "."])
-def test_text_may_lie_where_shards_and_runs_are_made(here, name):
-    (here / "data").mkdir()
-    write_jsonl(here / "data" / "a.jsonl", DOCUMENTS[:20])
+def test_text_may_be_in_the_directory_of_shards_or_of_runs(workdir, name):
+    (workdir / "data").mkdir()
+    write_jsonl(workdir / "data" / "a.jsonl", DOCUMENTS[:20])
     command = [*SMALL, "--config=shakespeare", "--run_name=r", f"--dataset_name={name}"]
-    ok(run_train(*command, cwd=here))
-    again = ok(run_train(*command, "--max_steps=4", cwd=here)).stdout
-    assert "from step 2" in again
-    assert "tokenizing" not in again
+    ok(run_train(*command, cwd=workdir))
+    output = ok(run_train(*command, "--max_steps=4", cwd=workdir)).stdout
+    assert "from step 2" in output
+    assert "tokenizing" not in output
 
 
-def test_a_glob_goes_into_subdirectories(here):
+def test_a_recursive_glob_reads_subdirectories(workdir):
     for number, directory in enumerate(("texts", "texts/more", "texts/more/still")):
-        (here / directory).mkdir()
-        write_jsonl(here / directory / "a.jsonl", DOCUMENTS[10 * number : 10 * number + 10])
+        (workdir / directory).mkdir()
+        write_jsonl(workdir / directory / "a.jsonl", DOCUMENTS[10 * number : 10 * number + 10])
     _, _, data = opened("--dataset_name=texts/**/*.jsonl")
     assert tokens_in(data.dataset_name, "train") + tokens_in(data.dataset_name, "val") == tokens_of(DOCUMENTS[:30])
 
 
-def test_all_of_a_text_is_trained_on_where_the_validation_data_are_others(here, caplog):
-    write_jsonl(here / "train.jsonl", DOCUMENTS[:30])
-    (here / "val.txt").write_text(TEXT[5000:9000])
+def test_with_val_data_all_of_the_text_is_trained_on(workdir):
+    write_jsonl(workdir / "train.jsonl", DOCUMENTS[:30])
+    (workdir / "val.txt").write_text(TEXT[5000:9000])
     for words, error in (
         (["--val_data=val.txt"], "is text, but must be shards"),
         (["--val_data=no"], "val_data no: no such"),
     ):
         for dry in ([], ["--dry_run"]):
-            result = run_train(*SMALL, "--config=shakespeare", "--dataset_name=train.jsonl", *words, *dry, cwd=here)
+            result = run_train(*SMALL, "--config=shakespeare", "--dataset_name=train.jsonl", *words, *dry, cwd=workdir)
             assert (result.returncode, error in result.stderr) == (2, True), result.stderr
-            assert not (here / "data").exists(), "nothing was tokenized for that"
+            assert not (workdir / "data").exists()  # nothing was tokenized
     prepare(data_of("val.txt", "data/val", val_fraction=0.0))
     train, validation, _ = opened("--dataset_name=train.jsonl", "--val_data=data/val/train_*.bin")
     assert sum(shard.tokens for shard in train.shards) == len(tokens_of(DOCUMENTS[:30]))
     assert sum(shard.tokens for shard in validation.shards) == len(tokens_of([TEXT[5000:9000]]))
 
 
-def test_text_that_does_not_match_the_prepared_shards_is_an_error(here):
-    write_jsonl(here / "d.jsonl", DOCUMENTS[:30])
-    (here / "other.txt").write_text(TEXT[:4000])
+def test_text_that_does_not_match_the_prepared_shards_is_an_error(workdir):
+    write_jsonl(workdir / "d.jsonl", DOCUMENTS[:30])
+    (workdir / "other.txt").write_text(TEXT[:4000])
     prepare(data_of("d.jsonl", "data/mine"))
     with pytest.raises(UserError, match=r"data/mine holds shards of another text .* --train_text ''"):
         opened("--dataset_name=data/mine", "--train_text=other.txt")
-    (here / "d.jsonl").write_text('{"text": "changed"}\n')
+    (workdir / "d.jsonl").write_text('{"text": "changed"}\n')
     with pytest.raises(UserError, match=r"data/mine holds shards of another text .*: the text files differ\. Delete"):
         opened("--dataset_name=data/mine", "--train_text=d.jsonl")
     with pytest.raises(UserError, match=r"train_text gone\.txt: no such file"):
@@ -116,12 +116,12 @@ def test_text_that_does_not_match_the_prepared_shards_is_an_error(here):
     opened("--dataset_name=data/mine", "--train_text=")  # as they are
 
 
-def test_single_files_and_globs_of_tokens(here):
-    """nanoGPT's train.bin and val.bin, as files, as a directory, and as a glob that takes both."""
+def test_nanogpts_files_are_read_and_a_glob_of_both_is_refused(workdir):
+    """train.bin and val.bin, named as files or by their directory."""
     tokens = np.random.default_rng(0).integers(0, 50257, 3000).astype(np.uint16)
-    tokens[:2000].tofile(here / "train.bin")
-    tokens[2000:].tofile(here / "val.bin")
-    for words in (["--dataset_name=train.bin", "--val_data=val.bin"], [f"--dataset_name={here}"]):
+    tokens[:2000].tofile(workdir / "train.bin")
+    tokens[2000:].tofile(workdir / "val.bin")
+    for words in (["--dataset_name=train.bin", "--val_data=val.bin"], [f"--dataset_name={workdir}"]):
         *datasets, _ = opened(*words)
         assert [[shard.tokens for shard in dataset.shards] for dataset in datasets] == [[2000], [1000]]
     for name in ("*.bin", "train.bin"):
@@ -129,7 +129,7 @@ def test_single_files_and_globs_of_tokens(here):
             opened(f"--dataset_name={name}")
 
 
-def test_the_command_line_names_the_data_and_never_inherits_a_recipes_text(here):
+def test_a_data_set_on_the_command_line_never_inherits_the_recipes_text(workdir):
     def data(*words) -> DataConfig:
         return parse_config(list(words)).data
 
@@ -146,15 +146,15 @@ def test_the_command_line_names_the_data_and_never_inherits_a_recipes_text(here)
     assert data("--dataset_name=anywhere").train_text == ""
     assert data("--dataset_name=data/shakespeare").train_text.endswith("tiny_shakespeare.txt")  # the recipe's own
     assert data("--dataset_name=somewhere", "--train_text=a/b").train_text == "a/b"
-    (here / "tinystories").mkdir()
-    assert data("--dataset_name=tinystories").train_text == ""  # a directory that is there comes first
+    (workdir / "tinystories").mkdir()
+    assert data("--dataset_name=tinystories").train_text == ""  # a directory comes before a known name
 
 
-def test_a_recipe_streams_another_data_set_of_the_hub_too_and_nothing_that_is_here(here):
+def test_a_streaming_recipe_streams_data_of_the_hub_and_not_of_this_disk(workdir):
     def streams(*words) -> bool:
         return parse_config(["--config=gpt2", *words]).data.streaming
 
-    (here / "mine.txt").write_text("text")
+    (workdir / "mine.txt").write_text("text")
     assert streams()
     assert streams("--dataset_name=tinystories")
     assert streams("--dataset_name=some/where")
@@ -164,15 +164,14 @@ def test_a_recipe_streams_another_data_set_of_the_hub_too_and_nothing_that_is_he
     assert streams("--dataset_name=mine.txt", "--streaming=true")
 
 
-def test_a_run_on_bin_files_declares_what_they_are(here):
-    """So that the reference curves and OpenAI's loss for that data set are shown, as for the data set itself."""
-    for split, first in (("train", 0), ("val", 1)):
-        tokens = np.random.default_rng(first).integers(0, 50257, 3000).astype(np.uint16)
-        tokens.tofile(here / f"{split}.bin")
+def test_dataset_source_declares_what_bin_files_are(workdir):
+    """So that the report compares them with the published losses of that data set."""
+    for seed, split in enumerate(("train", "val")):
+        tokens = np.random.default_rng(seed).integers(0, 50257, 3000).astype(np.uint16)
+        tokens.tofile(workdir / f"{split}.bin")
     for number, words in enumerate((["--dataset_name=."], ["--dataset_name=train.bin", "--val_data=val.bin"])):
-        run = here / f"run{number}"
-        declared = [*words, "--dataset_source=openwebtext", f"--output_dir={run}", *SMALL]
-        ok(run_train(*declared, cwd=here))
+        run = workdir / f"run{number}"
+        ok(run_train(*words, "--dataset_source=openwebtext", f"--output_dir={run}", *SMALL, cwd=workdir))
         assert read_run(run).dataset == "OpenWebText"
     for words, message in (
         (["--dataset_name=fineweb", "--dataset_source=openwebtext"], "dataset_source is for .bin files"),
@@ -184,12 +183,12 @@ def test_a_run_on_bin_files_declares_what_they_are(here):
 
 @pytest.mark.parametrize("flag", ["dataset_name", "train_text"])
 @pytest.mark.parametrize("name", ["code", "empty", "none.txt", "no/none.txt", "*.txt", "wikitext"])
-def test_data_that_cannot_be_read_is_an_error_of_two_lines(here, flag, name):
-    """What was found, and what to give instead."""
-    (here / "code").mkdir()
-    (here / "empty").mkdir()
+def test_data_that_cannot_be_read_is_an_error_of_two_lines(workdir, flag, name):
+    """One says what is there, the other what to give instead."""
+    (workdir / "code").mkdir()
+    (workdir / "empty").mkdir()
     for file in ("code/a.py", "code/Makefile"):
-        (here / file).write_text("text\na")
+        (workdir / file).write_text("text\na")
     problem = (
         "no such file, directory or data set\ngive text or .bin files, .*ORG/NAME on the Hub, or one of fineweb-edu,"
     )
@@ -200,52 +199,51 @@ def test_data_that_cannot_be_read_is_an_error_of_two_lines(here, flag, name):
         opened(f"--{flag}={name}")
 
 
-def test_epochs_of_the_data_decide_the_length_and_are_named(here):
-    """In place of the recipe's max_steps; 1.5 epochs of sequences of 32 tokens, two a step."""
-    (here / "mine.txt").write_text(TEXT[:9000])
+def test_num_train_epochs_replaces_max_steps(workdir):
+    """Sequences have 32 tokens, and a step has two."""
+    (workdir / "mine.txt").write_text(TEXT[:9000])
     words = ["--dataset_name=mine.txt", *(word for word in SMALL if not word.startswith("--max_steps"))]
 
-    def run(*more):
-        return run_train(*words, *more, cwd=here)
+    def run(*length):
+        return run_train(*words, *length, cwd=workdir)
 
-    ran = run("--num_train_epochs=1.5", "--dry_run")
-    assert "before the text is prepared" in ran.stderr
-    ran = ok(run("--num_train_epochs=1.5"))
-    (shards,) = (here / "data").iterdir()
+    assert "before the text is prepared" in run("--num_train_epochs=1.5", "--dry_run").stderr
+    output = ok(run("--num_train_epochs=1.5")).stdout
+    (shards,) = (workdir / "data").iterdir()
     windows = (len(tokens_in(shards, "train")) - 1) // 32
     steps = math.ceil(1.5 * windows / 2)
-    assert f"length     {steps} steps" in ran.stdout
-    assert f"epochs     {steps * 2 / windows:.3g} of these data\n" in ran.stdout
-    assert f"step_{steps:08d}" in ran.stdout
+    assert f"length     {steps} steps" in output
+    assert f"epochs     {steps * 2 / windows:.3g} of these data\n" in output
+    assert f"step_{steps:08d}" in output
     assert "training is finished" in run("--num_train_epochs=1.5").stdout
-    many = run(f"--max_steps={2 * windows}", "--dry_run")
-    assert "epochs     4 of these data; from four on, more text helps more" in many.stdout
-    for more, message in (
+    dry_run = run(f"--max_steps={2 * windows}", "--dry_run")
+    assert "epochs     4 of these data; from four on, more text helps more" in dry_run.stdout
+    for length, message in (
         (["--max_steps=5", "--num_train_epochs=2"], "num_train_epochs and max_steps set the length"),
         (["--num_train_epochs=2", "--streaming=true", "--val_documents=1"], "the data are a stream (data/mine-"),
         (["--num_train_epochs=0.001", "--warmup_steps=9"], "warmup_steps 9 must be below max_steps 1"),
     ):
-        ran = run(*more)
-        assert ran.returncode == 2
-        assert message in ran.stderr
+        result = run(*length)
+        assert result.returncode == 2
+        assert message in result.stderr
 
 
-def test_characters_are_not_trained_on_as_tokens(here):
+def test_tokens_of_characters_are_refused(workdir):
     """nanoGPT's data/shakespeare_char: 65 characters."""
     ids = {character: i for i, character in enumerate(sorted(set(TEXT)))}
     tokens = np.array([ids[character] for character in TEXT], np.uint16)
-    tokens[:1_003_854].tofile(here / "train.bin")
-    tokens[1_003_854:].tofile(here / "val.bin")
+    tokens[:1_003_854].tofile(workdir / "train.bin")
+    tokens[1_003_854:].tofile(workdir / "val.bin")
     for words in (["--dataset_name=."], ["--dataset_name=train.bin", "--val_data=val.bin"]):
         with pytest.raises(UserError, match=r"train\.bin: no token .* above 64, .*docs/data\.md"):
             opened(*words)
     for split, text in (("train", TEXT[:800_000]), ("val", TEXT[800_000:])):  # its data/shakespeare
-        encode(text).tofile(here / f"{split}.bin")
+        encode(text).tofile(workdir / f"{split}.bin")
     opened("--dataset_name=.")
 
 
-def test_a_subdirectory_that_cannot_be_read_is_an_error_and_not_left_out(tmp_path, monkeypatch):
-    """pathlib would skip it. What is hidden, and lost+found of a disk that is mounted there, is nobody's text."""
+def test_a_subdirectory_that_cannot_be_read_is_an_error(tmp_path, monkeypatch):
+    """pathlib would skip it. Hidden directories and lost+found are skipped, since they hold no text of the user's."""
     for name in ("part-1", "part-2", ".trash", "lost+found"):
         (tmp_path / "books" / name).mkdir(parents=True)
         (tmp_path / "books" / name / "a.txt").write_text(TEXT)
