@@ -1,6 +1,8 @@
-"""The order of the data: a pure function of (seed, step). Numbers in names are QUALITY's bad inputs."""
+"""The order of the data: a pure function of (seed, step)."""
 
 import itertools
+from dataclasses import replace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -17,27 +19,27 @@ T = 8
 
 
 def make_shards(directory, *lengths, start=0):
-    """Shards whose tokens count on from `start`, so that a token tells where it stood."""
+    """Shards whose tokens count up from `start`, so that each token is its position."""
     out = []
-    for i, n in enumerate(lengths):
-        path = directory / f"train_{i:06d}.bin"
-        out.append(Shard(path, n, write_shard(path, range(start, start + n))))
-        start += n
+    for number, length in enumerate(lengths):
+        path = directory / f"train_{number:06d}.bin"
+        out.append(Shard(path, length, write_shard(path, range(start, start + length))))
+        start += length
     return out
 
 
 @pytest.fixture
-def three(tmp_path):
+def shards(tmp_path):
     return make_shards(tmp_path, 100, 9, 88)  # 12 + 1 + 10 windows: (n - 1) // T
 
 
-def test_windows_are_slices_at_stride_t_within_a_shard(three):
-    data = TokenDataset(three, T, 4, seed=1)
+def test_windows_are_slices_at_stride_t_within_a_shard(shards):
+    data = TokenDataset(shards, T, 4, seed=1)
     assert data.windows == 23
     rows = data.validation_windows(0, 23)
     assert rows.dtype == np.int64
     starts = [*range(0, 96, T), 100, *range(109, 189, T)]
-    assert rows.tolist() == [list(range(s, s + T + 1)) for s in starts]
+    assert rows.tolist() == [list(range(start, start + T + 1)) for start in starts]
     assert np.array_equal(data.validation_windows(11, 14), rows[11:14])
     assert data.validation_windows(3, 3).shape == data.sequences(0, 3, 3).shape == (0, T + 1)
 
@@ -58,38 +60,37 @@ def documented_sequence(files: list, seed: int, g: int) -> list[int]:
 
 
 def documented_mixture(seed: int, counts: list[int], g: int) -> tuple[int, int]:
-    """Rule 5: which data set gives sequence g, and which of its own it is."""
+    """Rule 5: the data set of sequence g, and the sequence's number in it."""
     q, place = divmod(g, 1000)
-    drawn = documented_permutation(1000, seed, q)[: place + 1]
-    of = [next(d for d in range(len(counts)) if v < sum(counts[: d + 1])) for v in drawn]
-    return of[-1], q * counts[of[-1]] + of[:-1].count(of[-1])
+    values = documented_permutation(1000, seed, q)[: place + 1]
+    *previous, dataset = [next(d for d in range(len(counts)) if v < sum(counts[: d + 1])) for v in values]
+    return dataset, q * counts[dataset] + previous.count(dataset)
 
 
 @pytest.mark.parametrize("seed", [0, 1337, 2**63 - 1])
-def test_the_documented_rule_is_the_order(three, tmp_path, seed):
-    """Written from the page alone, and from nothing of recipe.data: also where several processes read a mixture, in a
-    later epoch, and past a shard that is shorter than a sequence (6)."""
-    (tmp_path / "other").mkdir()
-    other = make_shards(tmp_path / "other", 70, 8, 30, start=1000)
-    files = [[shard.path for shard in shards] for shards in (three, other)]
+def test_the_order_is_the_documented_one(shards, tmp_path, seed):
+    """The functions above follow docs/data.md and use nothing of recipe.data. Two processes read one data set and a
+    mixture of two, in later epochs too; one shard is shorter than a sequence."""
+    (tmp_path / "second").mkdir()
+    second_shards = make_shards(tmp_path / "second", 70, 8, 30, start=1000)
+    files = [[shard.path for shard in group] for group in (shards, second_shards)]
     B, world_size, micro = 12, 2, 3
     sets = [MixtureEntry("a", 667, None), MixtureEntry("b", 333, None)]  # of weights 2 and 1
     assert counts_of([2.0, 1.0]) == [667, 333]
-    assert counts_of([0.3, 0.6, 0.7]) == [188, 375, 437]  # of 187.5, 375 and 437.5: the first of equal remainders
+    assert counts_of([0.3, 0.6, 0.7]) == [188, 375, 437]  # from 187.5, 375 and 437.5: the first of equal remainders
     for rank in range(world_size):
-        alone = TokenDataset(three, T, B, seed)
-        mixed = MixedDataset(sets, [TokenDataset(shards, T, B, seed) for shards in (three, other)], B, seed)
+        dataset = TokenDataset(shards, T, B, seed)
+        mixed = MixedDataset(sets, [dataset, TokenDataset(second_shards, T, B, seed)], B, seed)
         for step, k in itertools.product((0, 1, 17, 4321), range(2)):
             lo, hi = BatchPlan(B, world_size, micro, accumulation=2).slice(k, rank)
-            first = step * B + (k * world_size + rank) * micro
-            taken = range(first, first + micro)
-            assert alone.sequences(step, lo, hi).tolist() == [documented_sequence(files[0], seed, g) for g in taken]
-            dealt = [documented_mixture(seed, [667, 333], g) for g in taken]
-            expected = [documented_sequence(files[d], seed, g) for d, g in dealt]
-            assert mixed.sequences(step, lo, hi).tolist() == expected
+            start = step * B + (k * world_size + rank) * micro
+            numbers = range(start, start + micro)
+            assert dataset.sequences(step, lo, hi).tolist() == [documented_sequence(files[0], seed, g) for g in numbers]
+            pairs = [documented_mixture(seed, [667, 333], g) for g in numbers]
+            assert mixed.sequences(step, lo, hi).tolist() == [documented_sequence(files[d], seed, g) for d, g in pairs]
 
 
-def test_7_train_and_validation_the_same(tmp_path):
+def test_a_shard_for_both_training_and_validation_is_refused(tmp_path):
     for name in ("a", "b", "c"):
         (tmp_path / name).mkdir()
     a, b = make_shards(tmp_path / "a", 50, 60), make_shards(tmp_path / "b", 50)
@@ -101,51 +102,38 @@ def test_7_train_and_validation_the_same(tmp_path):
             check_data([train], [val])
 
 
-def test_resuming_with_other_data_is_refused(three):
+def test_resuming_with_other_data_is_refused(shards):
     def state(shards, **changes):
         return TokenDataset(shards, T, 4, seed=1).state_dict() | changes
 
-    full, without = state(three), state([Shard(s.path, s.tokens, None) for s in three])
-    stream = state(three[:2], complete=False)  # a stream that has come to its second shard
-    for saved, now in itertools.product((full, without), repeat=2):
-        check_same_data(saved, now, "data")
-    check_same_data(stream, full, "data")
-    check_same_data(full, stream, "data")
-    other = [three[0], Shard(three[1].path, three[1].tokens, "0" * 64), three[2]]
-    swapped = [three[1], three[0], three[2]]
-    for saved, now in (
-        (full, state(other)),
-        (full, state(swapped)),
-        (stream, state(swapped)),
-        (state(swapped), stream),
-    ):
-        with pytest.raises(
-            UserError, match=r"data no longer holds the shards .* \(train_00000\d\.bin differs\).*--fresh"
-        ):
-            check_same_data(saved, now, "data")
-    for saved, now in ((full, state(three[:2])), (state(three[:2]), full)):
+    full, unhashed = state(shards), state([replace(shard, sha256=None) for shard in shards])
+    stream = state(shards[:2], complete=False)  # a stream whose second shard is made
+    for saved, current in [*itertools.product((full, unhashed), repeat=2), (stream, full), (full, stream)]:
+        check_same_data(saved, current, "data")
+    changed = state([shards[0], replace(shards[1], sha256="0" * 64), shards[2]])
+    swapped = state([shards[1], shards[0], shards[2]])
+    message = r"data no longer holds the shards .* \(train_00000\d\.bin differs\).*--fresh"
+    for saved, current in ((full, changed), (full, swapped), (stream, swapped), (swapped, stream)):
+        with pytest.raises(UserError, match=message):
+            check_same_data(saved, current, "data")
+    shorter = state(shards[:2])
+    for saved, current in ((full, shorter), (shorter, full)):
         with pytest.raises(UserError, match="no longer holds the shards that the checkpoint was trained on; prepare"):
-            check_same_data(saved, now, "data")
+            check_same_data(saved, current, "data")
 
 
-def overwrite(path):
-    with open(path, "r+b") as file:
-        file.seek(1024 + 20)
-        file.write(b"\x07\x07")
-
-
-def test_8_each_epoch_verifies_each_shard_when_it_comes_to_it(three, monkeypatch):
-    opened, real = [], dataset_module.open_shard
-    monkeypatch.setattr(
-        dataset_module, "open_shard", lambda shard: (opened.append(int(shard.path.stem[-1])), real(shard))[1]
-    )
-    data = TokenDataset(three, T, 4, seed=1)
+def test_each_epoch_verifies_each_shard_when_it_is_reached(shards, monkeypatch):
+    open_shard = Mock(wraps=dataset_module.open_shard)
+    monkeypatch.setattr(dataset_module, "open_shard", open_shard)
+    data = TokenDataset(shards, T, 4, seed=1)
     for step in range(11):  # 44 of 46 windows of two epochs
         data.sequences(step, 0, 2)
         data.sequences(step, 2, 4)
-    assert opened == [0, 1, 2, 0, 1, 2]
-    overwrite(three[2].path)
-    data = TokenDataset(three, T, 13, seed=1)
+    assert [call.args[0].path for call in open_shard.mock_calls] == 2 * [shard.path for shard in shards]
+    content = bytearray(shards[2].path.read_bytes())
+    content[1024 + 20] ^= 1
+    shards[2].path.write_bytes(content)
+    data = TokenDataset(shards, T, 13, seed=1)
     data.sequences(0, 0, 13)
     with pytest.raises(UserError, match=r"train_000002\.bin: its SHA-256 is"):
         data.sequences(1, 0, 1)

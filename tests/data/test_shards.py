@@ -1,4 +1,4 @@
-"""The shard format, the manifest, and what is refused. Numbers in names are QUALITY's bad inputs."""
+"""The shard format, the manifest, and files that are refused."""
 
 import dataclasses
 import hashlib
@@ -21,7 +21,7 @@ def header(*numbers, order="<"):
     return np.array([*numbers] + [0] * (256 - len(numbers)), f"{order}i4").tobytes()
 
 
-def test_bytes_on_disk_are_llm_c_s(tmp_path):
+def test_a_shard_has_the_bytes_of_llm_c(tmp_path):
     path = tmp_path / "a.bin"
     digest = write_shard(path, [1, 50256, 258])
     assert path.read_bytes() == header(20240520, 1, 3) + bytes([1, 0, 0x50, 0xC4, 2, 1])
@@ -47,14 +47,14 @@ GOOD = np.arange(1, 1000, dtype="<u2")
         (header(20240520, 1, 999) + GOOD.astype("<u4").tobytes(), "tokens are not uint16"),
     ],
 )
-def test_2_3_and_5_files_that_are_no_shards(tmp_path, content, message):
+def test_a_file_that_is_no_shard_is_refused(tmp_path, content, message):
     (tmp_path / "a.bin").write_bytes(content)
     with pytest.raises(UserError, match=rf"{tmp_path}/a\.bin: .*{message}"):
         ShardReader(tmp_path / "a.bin")
 
 
 @pytest.mark.parametrize("offset", [1024 + 5, 500])  # in a token; in the unused part of the header
-def test_8_checksum_differs(tmp_path, offset):
+def test_a_shard_with_another_checksum_is_refused(tmp_path, offset):
     shard = a_shard(tmp_path / "a.bin", range(100))
     open_shard(shard)
     content = bytearray(shard.path.read_bytes())
@@ -65,17 +65,17 @@ def test_8_checksum_differs(tmp_path, offset):
     open_shard(dataclasses.replace(shard, sha256=None))
 
 
-def test_find_without_a_manifest(tmp_path):
+def test_shards_without_a_manifest_are_found_by_name(tmp_path):
     for name in ("fineweb_train_000002.bin", "fineweb_train_000001.bin", "fineweb_val_000000.bin"):
         write_shard(tmp_path / name, range(7))
     train = find_shards(str(tmp_path), "train")
-    assert [(s.path.name, s.tokens, s.sha256) for s in train] == [
+    assert [(shard.path.name, shard.tokens, shard.sha256) for shard in train] == [
         ("fineweb_train_000001.bin", 7, None),
         ("fineweb_train_000002.bin", 7, None),
     ]
-    assert [s.path.name for s in find_shards(str(tmp_path), "val")] == ["fineweb_val_000000.bin"]
+    assert [shard.path.name for shard in find_shards(str(tmp_path), "val")] == ["fineweb_val_000000.bin"]
     by_glob = find_shards(str(tmp_path / "*_val_*.bin"), "train")  # a glob is taken as it is
-    assert [s.path.name for s in by_glob] == ["fineweb_val_000000.bin"]
+    assert [shard.path.name for shard in by_glob] == ["fineweb_val_000000.bin"]
     with pytest.raises(UserError, match=r"val_data .*none: no such file"):
         find_shards(str(tmp_path / "none"), "val")
     (tmp_path / "fineweb_val_000000.bin").unlink()
@@ -93,7 +93,7 @@ BAD_ENTRIES += [("split", ".."), ("tokens", 0), ("tokens", "9"), ("tokens", True
 BAD_ENTRIES += [("next", None), ("next", {"document": -1, "tokens": 0})]
 
 
-def test_find_with_a_manifest(tmp_path):
+def test_shards_with_a_manifest_are_those_it_lists(tmp_path):
     def manifest_of(**changes):
         entries = []
         for name in ("train_000000.bin", "train_000001.bin"):
@@ -107,7 +107,7 @@ def test_find_with_a_manifest(tmp_path):
     write_shard(tmp_path / "train_999999.bin", range(9))  # not of this manifest
     assert Manifest.load(tmp_path) == manifest
     shards = find_shards(str(tmp_path), "train")
-    assert [s.path.name for s in shards] == ["train_000000.bin", "train_000001.bin"]
+    assert [shard.path.name for shard in shards] == ["train_000000.bin", "train_000001.bin"]
     assert shards[0].sha256 == manifest.shards[0]["sha256"]
     with pytest.raises(UserError, match="without a val split"):
         find_shards(str(tmp_path), "val")

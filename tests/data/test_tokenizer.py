@@ -15,12 +15,12 @@ from tests.conftest import ROOT, SHAKESPEARE
 
 
 @pytest.fixture(scope="module")
-def theirs():
+def gpt2_tokenizer():
     return hf_tokenizer()
 
 
-def test_the_bundled_files_are_read_as_tiktoken_reads_them_but_without_its_cache(tmp_path, monkeypatch):
-    """In the directory for temporary files, where anybody may have put a FIFO of the cache's name."""
+def test_the_bundled_files_are_read_as_by_tiktoken_but_without_its_cache(tmp_path, monkeypatch):
+    """The cache is in the directory for temporary files, where anybody may have put a FIFO of its name."""
     for variable in ("TIKTOKEN_CACHE_DIR", "DATA_GYM_CACHE_DIR"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -30,7 +30,7 @@ def test_the_bundled_files_are_read_as_tiktoken_reads_them_but_without_its_cache
     assert ranks == data_gym_to_mergeable_bpe_ranks(str(bpe / "vocab.bpe"), str(bpe / "encoder.json"))
 
 
-# pieces of text that the pattern treats specially, among arbitrary characters
+# Arbitrary characters, and strings that the tokenizer's pattern treats specially
 texts = st.lists(
     st.text(max_size=20) | st.sampled_from(["'s", " 're", "   ", "\n\n", "\r\n", " \n ", "\u3000", "\x1c", "1²"])
 )
@@ -38,15 +38,15 @@ texts = st.lists(
 
 @settings(max_examples=300, deadline=None)
 @given(texts.map("".join))
-def test_any_text_has_transformers_ids_and_comes_back(theirs, text):
+def test_any_text_has_transformers_ids_and_comes_back(gpt2_tokenizer, text):
     ids = encode(text).tolist()
     assert encoding().decode(ids) == text
     if "<|endoftext|>" not in text:
-        assert ids == theirs(text)["input_ids"]
+        assert ids == gpt2_tokenizer(text)["input_ids"]
 
 
-def test_a_literal_end_of_text_is_plain_text(theirs):
-    assert END_OF_TEXT in theirs("a<|endoftext|>b")["input_ids"]
+def test_a_literal_end_of_text_is_plain_text(gpt2_tokenizer):
+    assert END_OF_TEXT in gpt2_tokenizer("a<|endoftext|>b")["input_ids"]
     ids = encode("a<|endoftext|>b")
     assert END_OF_TEXT not in ids
     assert encoding().decode(ids.tolist()) == "a<|endoftext|>b"
@@ -55,13 +55,13 @@ def test_a_literal_end_of_text_is_plain_text(theirs):
 def test_a_million_spaces_before_a_word():
     ids = encode("x" + " " * 1_000_000 + "word")
     assert encoding().decode(ids.tolist()) == "x" + " " * 1_000_000 + "word"
-    assert ids[-1] == encode(" word")[0]  # the last space is the word's, as in shorter runs
+    assert ids[-1] == encode(" word")[0]  # the last space belongs to the word
 
 
 @settings(max_examples=300, deadline=None)
 @given(texts.map("".join))
 def test_a_cut_never_changes_the_tokens(text):
-    """Wherever one falls: pieces of three characters and more."""
+    """Here pieces have three characters and more."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(documents, "PIECE", 2)
         pieces = list(in_pieces([text]))
