@@ -1,4 +1,4 @@
-"""A tokenizer of one's own: its tokens in the shards, its size in the model, its files beside the weights."""
+"""A user's own tokenizer: its tokens in the shards, its vocabulary in the model, its files beside the weights."""
 
 import hashlib
 import json
@@ -26,11 +26,11 @@ from tests.conftest import ROOT, SHAKESPEARE, TINY, by_step, flags, ok, run_trai
 from tests.data import TEXT, data_of, tokens_in
 
 VOCABULARY, END = 600, "<|done|>"
-# A special token as text, spaces, bytes that the training text never had, and a character of four of them.
+# A special token as text, spaces, and characters of up to four bytes that the training text does not have
 ODD = f"He said {END} twice:      naïve\r\n\tif x:日本語 🙂  "
 
 
-def trained(vocab_size: int = VOCABULARY) -> Tokenizer:
+def train_tokenizer(vocab_size: int = VOCABULARY) -> Tokenizer:
     """A byte-level BPE of tiny Shakespeare."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -38,157 +38,157 @@ def trained(vocab_size: int = VOCABULARY) -> Tokenizer:
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     options = {"special_tokens": [END], "initial_alphabet": alphabet, "show_progress": False}
     tokenizer.train_from_iterator([TEXT[:100_000]], trainers.BpeTrainer(vocab_size=vocab_size - 1, **options))
-    tokenizer.add_tokens([AddedToken("    ", normalized=False)])  # as those of code have
+    tokenizer.add_tokens([AddedToken("    ", normalized=False)])  # as tokenizers of code have
     return tokenizer
 
 
-def saved(tokenizer: Tokenizer, directory, **special) -> str:
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(directory)
+def save(tokenizer: Tokenizer, directory, eos_token: str | None = END) -> str:
+    """Saves it as transformers does; returns the directory's name."""
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=eos_token).save_pretrained(directory)
     return str(directory)
 
 
-def words(at, **fields) -> list[str]:
-    own = {"dataset_name": at / "text.txt", "tokenizer": at / "own", "output_dir": at / "run", "val_fraction": 0.1}
-    return flags(**TINY | own | fields)
+def run_flags(root, **fields) -> list[str]:
+    paths = {"dataset_name": root / "text.txt", "tokenizer": root / "own", "output_dir": root / "run"}
+    return flags(**TINY | paths | {"val_fraction": 0.1} | fields)
 
 
 @pytest.fixture(scope="module")
 def trained_run(once):
-    """A directory with a text, a tokenizer, and a run of it; what the run printed."""
+    """A directory with a text, a tokenizer and a run on it; the run's output."""
 
-    def make(at):
-        at.mkdir()
-        (at / "text.txt").write_text(ODD + TEXT[:50_000])
-        saved(trained(), at / "own", eos_token=END)
-        arguments = words(at, sample_steps=20, hellaswag_steps=20, hellaswag_limit=4)
-        return ok(run_train(*arguments, cwd=at)).stdout
+    def make(root):
+        root.mkdir()
+        (root / "text.txt").write_text(ODD + TEXT[:50_000])
+        save(train_tokenizer(), root / "own")
+        arguments = run_flags(root, sample_steps=20, hellaswag_steps=20, hellaswag_limit=4)
+        return ok(run_train(*arguments, cwd=root)).stdout
 
     return once("own_tokenizer", make)
 
 
 def test_its_end_of_text_separates_documents_too(tmp_path):
-    tokenizer = open_tokenizer(saved(trained(), tmp_path / "own", eos_token=END))
+    tokenizer = open_tokenizer(save(train_tokenizer(), tmp_path / "own"))
     (tmp_path / "d.txt").write_text(f"one{END}two<|endoftext|>three")
     prepare(data_of(tmp_path / "d.txt", tmp_path / "out", tokenizer=str(tmp_path / "own"), val_fraction=0))
-    expected = [[tokenizer.end_of_text, *ids] for ids in tokenizer.encode(["one", "two", "three"])]
-    assert tokens_in(tmp_path / "out", "train") == [token for document in expected for token in document]
+    documents = tokenizer.encode(["one", "two", "three"])
+    assert tokens_in(tmp_path / "out", "train") == [t for ids in documents for t in (tokenizer.end_of_text, *ids)]
 
 
-def test_any_text_comes_back(tmp_path):
-    """Special tokens in a text are text, and the bytes of its tokens are the text's."""
-    tokenizer = open_tokenizer(saved(trained(), tmp_path, eos_token=END))
-    theirs = AutoTokenizer.from_pretrained(tmp_path)
-    assert (tokenizer.vocab_size, tokenizer.end_of_text) == (VOCABULARY, theirs.eos_token_id)
+def test_any_text_has_transformers_ids_and_comes_back(tmp_path):
+    """Special tokens in a text are text, and the lengths of its tokens add up to its bytes."""
+    tokenizer = open_tokenizer(save(train_tokenizer(), tmp_path))
+    hf_tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    assert (tokenizer.vocab_size, tokenizer.end_of_text) == (VOCABULARY, hf_tokenizer.eos_token_id)
     for text in (ODD, TEXT[:5000], "", "    "):
         (ids,) = tokenizer.encode([text])
         assert ids.dtype == np.uint16
         assert tokenizer.decode(ids.tolist()).decode() == text
         assert tokenizer.end_of_text not in ids
-        assert ids.tolist() == theirs.encode(text, add_special_tokens=False, split_special_tokens=True)
-        assert byte_lengths(theirs)[ids].sum() == len(text.encode())
+        assert ids.tolist() == hf_tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+        assert byte_lengths(hf_tokenizer)[ids].sum() == len(text.encode())
 
 
-def test_the_checkpoint_is_the_runs_model_with_its_tokenizer(trained_run):
-    """As transformers loads it: the same tokens, the same loss, and text that comes from them."""
-    at, output = trained_run
-    checkpoint = at / "run" / "step_00000020"
+def test_transformers_loads_model_and_tokenizer_from_the_checkpoint(trained_run):
+    """With the run's tokens and loss; what the model generates can be decoded."""
+    root, output = trained_run
+    checkpoint = root / "run" / "step_00000020"
     tokenizer, model = AutoTokenizer.from_pretrained(checkpoint), AutoModelForCausalLM.from_pretrained(checkpoint)
     assert model.config.vocab_size == model.get_input_embeddings().weight.shape[0] == VOCABULARY
-    special = {model.config.eos_token_id, model.config.bos_token_id, model.generation_config.eos_token_id}
-    assert special == {tokenizer.eos_token_id} == {tokenizer.convert_tokens_to_ids(END)}
+    special_ids = {model.config.eos_token_id, model.config.bos_token_id, model.generation_config.eos_token_id}
+    assert special_ids == {tokenizer.eos_token_id} == {tokenizer.convert_tokens_to_ids(END)}
     assert tokenizer.model_max_length == TINY["n_positions"]
 
-    (data,) = (at / "data").iterdir()
+    (data,) = (root / "data").iterdir()
     tokens = tokens_in(data, "train") + tokens_in(data, "val")
     assert tokens[0] == tokenizer.eos_token_id
-    assert tokenizer.decode(tokens[1:], clean_up_tokenization_spaces=False) == (at / "text.txt").read_bytes().decode()
+    assert tokenizer.decode(tokens[1:], clean_up_tokenization_spaces=False) == (root / "text.txt").read_bytes().decode()
     assert max(tokens) < VOCABULARY
     manifest = Manifest.load(data)
     assert (manifest.vocab_size, manifest.end_of_text) == (VOCABULARY, tokenizer.eos_token_id)
 
-    first, last = by_step(at / "run")[0], by_step(at / "run")[20]
-    assert first["val_loss"] == pytest.approx(math.log(VOCABULARY), abs=0.1)
+    lines = by_step(root / "run")
+    assert lines[0]["val_loss"] == pytest.approx(math.log(VOCABULARY), abs=0.1)
     loaded = common.Loaded("own", checkpoint, model.eval(), tokenizer)
     windows = shard_windows(str(data), TINY["sequence_length"])[0][: TINY["eval_tokens"] // TINY["sequence_length"]]
     scores = summarize(loaded, windows, window_losses(loaded, windows, 4, ""))
-    assert scores["loss"] == pytest.approx(last["val_loss"], abs=1e-5)
+    assert scores["loss"] == pytest.approx(lines[20]["val_loss"], abs=1e-5)
     text = tokenizer.decode(tokens_in(data, "val")[1 : TINY["eval_tokens"] + 1])
     assert scores["bytes"] == len(text.encode())
-    assert scores["bits_per_byte"] == pytest.approx(
-        scores["loss"] * scores["tokens"] / math.log(2) / len(text.encode())
-    )
+    bits = scores["loss"] * scores["tokens"] / math.log(2)
+    assert scores["bits_per_byte"] == pytest.approx(bits / len(text.encode()))
 
     prompt = tokenizer("First Citizen:", return_tensors="pt")
     ids = model.generate(**prompt, do_sample=False, max_new_tokens=20)[0].tolist()
-    assert tokenizer.decode(ids).encode() == open_tokenizer(str(at / "own")).decode(ids)
+    assert tokenizer.decode(ids).encode() == open_tokenizer(str(root / "own")).decode(ids)
     assert "HellaSwag (4 rows)" in output
     assert "step 20: sample " in output
 
 
-def test_nothing_published_is_shown_beside_other_tokens(trained_run, tmp_path):
-    """Tiny Shakespeare has a reference curve, which is of GPT-2's tokens."""
-    at, _ = trained_run
-    checkpoint, run = at / "run" / "step_00000020", read_run(at / "run")
+def test_published_losses_are_not_shown_beside_those_of_other_tokens(trained_run, tmp_path):
+    """Tiny Shakespeare has a reference curve, but of GPT-2's tokens."""
+    root, _ = trained_run
+    checkpoint, run = root / "run" / "step_00000020", read_run(root / "run")
     state = json.loads((checkpoint / "trainer_state.json").read_text())
-    about = [{"data": {"files": [{"sha256": hashlib.sha256(SHAKESPEARE.read_bytes()).hexdigest()}]}}]
-    assert dataset_of(state["config"] | {"tokenizer": "gpt2"}, about) == "tiny Shakespeare"
-    assert dataset_of(state["config"], about) == ""
+    provenance = [{"data": {"files": [{"sha256": hashlib.sha256(SHAKESPEARE.read_bytes()).hexdigest()}]}}]
+    assert dataset_of(state["config"] | {"tokenizer": "gpt2"}, provenance) == "tiny Shakespeare"
+    assert dataset_of(state["config"], provenance) == ""
     (findings,) = write_report([run], tmp_path)
     assert not [finding for finding in findings if finding.kind == "bad"], findings
     card = ModelCard(model_card(checkpoint))
     assert "| tokenizer | own, a byte-level BPE, 600 tokens |" in card.text
-    escaped = r"\<\|done\|\>"  # of what a repository's file says
+    escaped = r"\<\|done\|\>"  # the tokenizer's files may hold markup
     assert f"Token {state['tokenizer']['end_of_text']}, {escaped}, preceded each document" in card.text
-    assert str(at) not in card.content
+    assert str(root) not in card.content
 
 
-# In tokenizer.json and tokenizer_config.json; each changes the tokens of some text.
+# Changes of tokenizer.json and tokenizer_config.json that change the tokens of some text
 CHANGES = {
-    "merge_removed": lambda own, config: own["model"]["merges"].pop(20),
-    "nfkc": lambda own, config: own.update(normalizer={"type": "NFKC"}),
-    "no_regex": lambda own, config: own["pre_tokenizer"].update(use_regex=False),
-    # Other classes take it from tokenizer.json.
-    "prefix_space": lambda own, config: config.update(tokenizer_class="GPT2Tokenizer", add_prefix_space=True),
+    "merge_removed": lambda definition, config: definition["model"]["merges"].pop(20),
+    "nfkc": lambda definition, config: definition.update(normalizer={"type": "NFKC"}),
+    "no_regex": lambda definition, config: definition["pre_tokenizer"].update(use_regex=False),
+    # Other classes than this one take it from tokenizer.json.
+    "prefix_space": lambda definition, config: config.update(tokenizer_class="GPT2Tokenizer", add_prefix_space=True),
 }
 
 
-def changed(source, directory, change=lambda own, config: None) -> str:
-    """A copy of a tokenizer's directory with a change in its files, which are written in another layout."""
+def changed_copy(source, directory, change=lambda definition, config: None) -> str:
+    """A copy of a tokenizer's directory with a change in its files, and with another layout of their JSON."""
     shutil.copytree(source, directory)
     files = directory / "tokenizer.json", directory / "tokenizer_config.json"
-    own, config = (json.loads(file.read_text()) for file in files)
-    change(own, config)
-    for file, content in zip(files, (own, config), strict=True):
+    contents = [json.loads(file.read_text()) for file in files]
+    change(*contents)
+    for file, content in zip(files, contents, strict=True):
         file.write_text(json.dumps(content, sort_keys=True))
     return str(directory)
 
 
-def test_the_digest_is_that_of_the_tokens(trained_run, tmp_path):
-    """Whatever changes the tokens of some text changes the digest; layout, name and a checkpoint's copy do not."""
-    at, _ = trained_run
-    digests = [open_tokenizer(changed(at / "own", tmp_path / name, change)).digest for name, change in CHANGES.items()]
-    same = [at / "own", changed(at / "own", tmp_path / "same"), at / "run" / "step_00000020"]
-    (digest,) = {open_tokenizer(str(directory)).digest for directory in same}
-    assert len({digest, *digests}) == 1 + len(CHANGES)
+def test_the_digest_identifies_the_tokens(trained_run, tmp_path):
+    """It changes with the tokens of any text, and not with the files' layout or names, or in a checkpoint's copy."""
+    root, _ = trained_run
+    changed = [changed_copy(root / "own", tmp_path / name, change) for name, change in CHANGES.items()]
+    unchanged = [root / "own", changed_copy(root / "own", tmp_path / "copy"), root / "run" / "step_00000020"]
+    (digest,) = {open_tokenizer(str(directory)).digest for directory in unchanged}
+    assert len({digest, *(open_tokenizer(directory).digest for directory in changed)}) == 1 + len(CHANGES)
 
 
-def test_another_tokenizer_is_another_run_and_needs_other_shards(trained_run, tmp_path):
-    at, _ = trained_run
-    other = saved(trained(VOCABULARY - 1), tmp_path / "other", eos_token=END)
-    (data,) = (at / "data").iterdir()
+def test_a_run_or_shards_of_another_tokenizer_are_refused(trained_run, tmp_path):
+    root, _ = trained_run
+    other = save(train_tokenizer(VOCABULARY - 1), tmp_path / "other")
+    (data,) = (root / "data").iterdir()
 
     def refused(**fields):
-        result = run_train(*words(at, max_steps=24, **fields), cwd=at)
+        result = run_train(*run_flags(root, max_steps=24, **fields), cwd=root)
         assert result.returncode == 2, result.stdout + result.stderr
         return result.stderr
 
-    similar = changed(at / "own", tmp_path / "similar", CHANGES["merge_removed"])
+    similar = changed_copy(root / "own", tmp_path / "similar", CHANGES["merge_removed"])
     assert "run with other settings: tokenizer own -> similar; restore those" in refused(tokenizer=similar)
-    namesake = changed(at / "own", tmp_path / "else" / "own", CHANGES["merge_removed"])
+    namesake = changed_copy(root / "own", tmp_path / "else" / "own", CHANGES["merge_removed"])
     assert "tokenizer own -> another of that name; restore those" in refused(tokenizer=namesake)
     message = refused(tokenizer=other, output_dir=tmp_path / "run", dataset_name=data)
     assert f"{data} holds shards of another tokenizer" in message
-    message = refused(tokenizer=other, output_dir=tmp_path / "run", dataset_name=data, train_text=at / "text.txt")
+    message = refused(tokenizer=other, output_dir=tmp_path / "run", dataset_name=data, train_text=root / "text.txt")
     assert "holds shards of another text or with other settings: tokenizer was" in message
 
 
@@ -198,9 +198,9 @@ def test_tokenizers_that_cannot_make_shards_are_refused(tmp_path):
     characters = Tokenizer(models.BPE(vocab={"a": 0, END: 1}, merges=[]))
     (tmp_path / "empty").mkdir()
     cases = {
-        saved(trained(), tmp_path / "no_end"): "has no eos_token, which precedes each document",
-        saved(large, tmp_path / "large", eos_token=END): "has 65,757 tokens; shards store uint16, so at most 65,536",
-        saved(characters, tmp_path / "characters", eos_token=END): "is not a byte-level BPE, the only kind supported",
+        save(train_tokenizer(), tmp_path / "no_end", eos_token=None): "has no eos_token, which precedes each document",
+        save(large, tmp_path / "large"): "has 65,757 tokens; shards store uint16, so at most 65,536",
+        save(characters, tmp_path / "characters"): "is not a byte-level BPE, the only kind supported",
         str(tmp_path / "empty"): "cannot be loaded",
         "acme/none": "is not a directory here, and the Hub cannot be reached",
     }
@@ -210,7 +210,7 @@ def test_tokenizers_that_cannot_make_shards_are_refused(tmp_path):
         assert str(error.value).startswith(f"tokenizer {name}")
 
 
-def test_the_documented_way_to_train_one(tmp_path, monkeypatch):
+def test_the_documented_way_to_train_a_tokenizer(tmp_path, monkeypatch):
     page = (ROOT / "docs" / "data.md").read_text()
     code = re.search(r"```python\n(.*?)```", page, re.DOTALL)[1]
     command = re.search(r"`python (recipe/train\.py [^`]*--tokenizer[^`]*)`", page)[1]
