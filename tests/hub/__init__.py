@@ -1,4 +1,4 @@
-"""A Hugging Face Hub on this machine (server.py), and the tests of recipe/hub."""
+"""A local Hugging Face Hub (server.py), and the tests of recipe/hub."""
 
 from tests.hub.server import Fault, Hub
 

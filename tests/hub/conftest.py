@@ -15,19 +15,19 @@ from tests.hub import TOKEN, Hub
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    """A Hub that this process talks to; a request fails after two seconds without a byte."""
+    """A Hub that this process uses; a request fails after two seconds without a byte."""
     constants = huggingface_hub.constants
     with Hub(tmp_path / "hub", TOKEN) as hub:
         monkeypatch.setattr(constants, "ENDPOINT", hub.url)
-        files = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace("https://huggingface.co", hub.url)
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", files)
+        url_template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace("https://huggingface.co", hub.url)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url_template)
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
         monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no token"))
         monkeypatch.setenv("HF_TOKEN", TOKEN)
         monkeypatch.setenv("HF_HUB_DOWNLOAD_TIMEOUT", "2")
         yield hub
-    for thread in threading.enumerate():  # an upload that a test has left would go to the next test's Hub
+    for thread in threading.enumerate():  # an unfinished upload would go to the next test's Hub
         if thread.name == "upload":
             thread.join(30)
             assert not thread.is_alive()
@@ -44,10 +44,10 @@ def run(whole_run, tmp_path) -> Path:
 
 
 def change(checkpoint: Path, **config) -> None:
-    """Another configuration in a checkpoint, which is intact after that."""
+    """Changes the configuration in a checkpoint, which stays intact."""
 
     def update(state: dict) -> None:
-        for known in (state["config"], state["about"][-1]["config"]):
-            known.update(config)
+        for recorded in (state["config"], state["about"][-1]["config"]):
+            recorded.update(config)
 
     change_state(checkpoint, update)

@@ -1,4 +1,4 @@
-"""The first question to the Hub."""
+"""The first request to the Hub."""
 
 import contextlib
 import socket
@@ -13,7 +13,7 @@ from recipe.hub import access, download
 from recipe.utils.download import on_this_disk
 from tests.eval.conftest import load
 
-QUESTIONS = {
+REQUESTS = {
     "an evaluation": lambda: load("acme/gpt2"),
     "init_from, tokenizer": lambda: on_this_disk("acme/gpt2", "init_from", [], "x"),
     "train_text": lambda: HubText(DataConfig(train_text="acme/text"), None).newest(),
@@ -22,9 +22,9 @@ QUESTIONS = {
 }
 
 
-@pytest.mark.parametrize("who", QUESTIONS)
-def test_a_hub_that_drips_is_not_waited_for(who, hub, monkeypatch, caplog, capsys):
-    """A byte now and then, so that no silence is long."""
+@pytest.mark.parametrize("request_of", REQUESTS)
+def test_a_hub_that_answers_byte_by_byte_is_given_up(request_of, hub, monkeypatch, caplog, capsys):
+    """A timeout between two bytes would never expire."""
     caplog.set_level("INFO")
     server = socket.create_server(("127.0.0.1", 0))
 
@@ -44,14 +44,14 @@ def test_a_hub_that_drips_is_not_waited_for(who, hub, monkeypatch, caplog, capsy
         monkeypatch.setattr(limit, 0.5)
     for module in (access, download):
         monkeypatch.setattr(module, "REQUEST_TIMEOUT_S", 0.5)
-    begun = time.monotonic()
+    start = time.monotonic()
     try:
-        said = str(QUESTIONS[who]()) + caplog.text
+        message = str(REQUESTS[request_of]()) + caplog.text
     except ValueError as error:  # a UserError
-        said = str(error)
-    assert time.monotonic() - begun < 10
-    assert "no complete answer in 0.5 s" in said or "the Hub does not answer" in said
-    if who == "an evaluation":
+        message = str(error)
+    assert time.monotonic() - start < 10
+    assert "no complete answer in 0.5 s" in message or "the Hub does not answer" in message
+    if request_of == "an evaluation":
         assert "acme/gpt2 is not a local directory: looking for it on the Hub" in capsys.readouterr().out
-        assert said.endswith("MODEL=runs/NAME")
+        assert message.endswith("MODEL=runs/NAME")
     server.close()

@@ -1,4 +1,4 @@
-"""Exported models in the programs that people use, by the code of docs/elsewhere.md as it stands there."""
+"""Exported models in other programs, by the code of docs/elsewhere.md."""
 
 import json
 import logging
@@ -52,9 +52,9 @@ def exported(whole_run, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def scattered(exported, tmp_path_factory) -> Path:
-    """The model with random weights, so that every token before matters: after 20 steps hardly any does."""
-    out = shutil.copytree(exported, tmp_path_factory.mktemp("scattered") / "model")
+def random_model(exported, tmp_path_factory) -> Path:
+    """The model with random weights, so that every token depends on those before it: after 20 steps hardly any does."""
+    out = shutil.copytree(exported, tmp_path_factory.mktemp("random") / "model")
     model, weights = AutoModelForCausalLM.from_pretrained(out), torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -65,8 +65,8 @@ def scattered(exported, tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def beside(tmp_path, monkeypatch):
-    """model -> the working directory becomes one where docs/elsewhere.md's code finds it as my-model."""
+def enter_directory(tmp_path, monkeypatch):
+    """model -> the new working directory, where docs/elsewhere.md's code finds it as my-model."""
 
     def enter(model: Path) -> Path:
         (tmp_path / "my-model").symlink_to(model)
@@ -79,10 +79,10 @@ def beside(tmp_path, monkeypatch):
 
 
 def code(section: str, language: str) -> str:
-    """The code in `language` of a section of docs/elsewhere.md, with this model's positions, STEPS, and less text."""
+    """The code in `language` of a section of docs/elsewhere.md, with this model's n_positions, STEPS, and less text."""
     (block,) = re.findall(rf"```{language}\n(.*?)```", SECTIONS[section], re.DOTALL)
-    for long, short in {"128": "64", "max_steps=100": "**STEPS", 'split="train"': 'split="train[:100]"'}.items():
-        block = block.replace(long, short)
+    for old, new in {"128": "64", "max_steps=100": "**STEPS", 'split="train"': 'split="train[:100]"'}.items():
+        block = block.replace(old, new)
     return block
 
 
@@ -92,14 +92,14 @@ def needs(*modules: str):
 
 
 def greedy(model: GPT2LMHeadModel, ids: torch.Tensor, count: int) -> torch.Tensor:
-    """`count` more tokens behind `ids` (1, T), each the likeliest, all of them recomputed for each."""
+    """Appends the `count` likeliest tokens to `ids` (1, T), without a cache."""
     for _ in range(count):
         ids = torch.cat([ids, model(ids)[:, -1:].argmax(-1)], dim=1)
     return ids
 
 
-def test_the_page_on_generating(exported, beside, capsys):
-    beside(exported)
+def test_the_page_generates_text(exported, enter_directory, capsys):
+    enter_directory(exported)
     exec(code("Generate", "python"), {})
     assert capsys.readouterr().out.startswith("ROMEO:")
 
@@ -110,88 +110,87 @@ def test_a_pipeline_generates_text_with_all_its_defaults(exported):
     assert answer["generated_text"].startswith("ROMEO:")
     (tokens,) = generate("ROMEO:", return_tensors=True)
     assert len(tokens["generated_token_ids"]) <= 64  # without max_length it would go on to 256, beyond the positions
-    one, two = generate(["KING", "First Citizen:"], batch_size=2, max_new_tokens=12, do_sample=False)  # padded
-    assert two[0]["generated_text"] != "First Citizen:"
-    assert one[0]["generated_text"].startswith("KING")
+    answers = generate(["KING", "First Citizen:"], batch_size=2, max_new_tokens=12, do_sample=False)  # padded
+    assert answers[0][0]["generated_text"].startswith("KING")
+    assert answers[1][0]["generated_text"] != "First Citizen:"
     with pytest.raises(ValueError, match="`max_length` is set to 64"):  # a longer prompt; and no IndexError
         generate("First Citizen:\n" * 40)
     (answer,) = generate("First Citizen:\n" * 40, handle_long_generation="hole", max_new_tokens=10)  # as the card says
     assert len(answer["generated_text"]) > 40 * len("First Citizen:\n")
 
 
-def test_the_cards_own_lines_warn_of_nothing(exported, capsys, caplog, monkeypatch):
+def test_the_code_in_the_card_runs_without_warnings(exported, capsys, caplog, monkeypatch):
     monkeypatch.setattr(transformers.logging.get_logger("transformers"), "propagate", True)
     monkeypatch.setattr(transformers.logging.get_logger("transformers"), "level", logging.WARNING)
-    (lines,) = re.findall("```python\n(.*?)```", (exported / "README.md").read_text(), re.DOTALL)
+    (block,) = re.findall("```python\n(.*?)```", (exported / "README.md").read_text(), re.DOTALL)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        exec(lines.replace("path/to/this/directory", str(exported)), {})
+        exec(block.replace("path/to/this/directory", str(exported)), {})
     assert 20 < len(AutoTokenizer.from_pretrained(exported)(capsys.readouterr().out).input_ids) < 300
     assert caplog.messages == []
 
 
 @torch.no_grad()
-def test_generating_with_the_cache_agrees_with_this_projects_own_model_without(scattered):
-    theirs = AutoModelForCausalLM.from_pretrained(scattered).eval()
-    ours = own_model(scattered).eval()
-    tokenizer = AutoTokenizer.from_pretrained(scattered)
+def test_transformers_generates_what_this_projects_model_does_with_and_without_its_cache(random_model):
+    model = AutoModelForCausalLM.from_pretrained(random_model).eval()
+    tokenizer = AutoTokenizer.from_pretrained(random_model)
     ids = tokenizer("First Citizen:\nBefore we proceed any further,", return_tensors="pt").input_ids
-    expected = greedy(ours, ids, 24)
+    expected = greedy(own_model(random_model).eval(), ids, 24)
     for cache in (True, False):
         options = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None, "pad_token_id": 50256}
-        assert torch.equal(theirs.generate(ids, use_cache=cache, **options), expected)
+        assert torch.equal(model.generate(ids, use_cache=cache, **options), expected)
     assert len(set(expected[0, ids.shape[1] :].tolist())) > 3  # or any cache would do
 
 
-def falls(history: list[dict]) -> bool:
+def loss_falls(history: list[dict]) -> bool:
     losses = [entry["loss"] for entry in history if "loss" in entry]
     return len(losses) == STEPS["max_steps"] and losses[-1] < losses[0] - 0.1
 
 
-def same(directory: Path, model: torch.nn.Module, exported: Path) -> bool:
-    """Whether `directory` holds the weights of `model`, which are no more the exported ones."""
-    loaded, before = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (directory, exported))
-    trained = model.state_dict()
-    return all(torch.equal(loaded[k], trained[k]) for k in trained) and not torch.equal(
-        loaded["transformer.wte.weight"], before["transformer.wte.weight"]
+def holds_trained(directory: Path, model: torch.nn.Module, exported: Path) -> bool:
+    """Whether `directory` holds the weights of `model`, and these differ from the exported ones."""
+    saved, initial = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (directory, exported))
+    weights = model.state_dict()
+    return all(torch.equal(saved[k], weights[k]) for k in weights) and not torch.equal(
+        saved["transformer.wte.weight"], initial["transformer.wte.weight"]
     )
 
 
 @pytest.mark.slow
 @needs("trl")
-def test_trl_fine_tunes_it(exported, beside):
-    """With the max_length that the card names; its default is 1,024, whatever the model's positions are."""
+def test_trl_fine_tunes_an_export(exported, enter_directory):
+    """With the max_length that the card names; TRL's default is 1,024, whatever the model's n_positions."""
     assert "SFTConfig(max_length=64)" in (exported / "README.md").read_text()
-    at, names = beside(exported), {"STEPS": STEPS}
+    directory, names = enter_directory(exported), {"STEPS": STEPS}
     exec(code("Fine-tune with TRL", "python"), names)
-    assert falls(names["trainer"].state.log_history)
-    assert same(at / "my-tuned", names["trainer"].model, exported)
-    started = build_model(parse_config(flags(**TINY, init_from=at / "my-tuned"))).state_dict()
-    assert torch.equal(started["transformer.wte.weight"], names["trainer"].model.transformer.wte.weight)
-    assert AutoTokenizer.from_pretrained(at / "my-tuned").eos_token_id == 50256
+    assert loss_falls(names["trainer"].state.log_history)
+    assert holds_trained(directory / "my-tuned", names["trainer"].model, exported)
+    model = build_model(parse_config(flags(**TINY, init_from=directory / "my-tuned")))
+    assert torch.equal(model.transformer.wte.weight, names["trainer"].model.transformer.wte.weight)
+    assert AutoTokenizer.from_pretrained(directory / "my-tuned").eos_token_id == 50256
 
 
 @pytest.mark.slow
 @needs("trl", "peft")
-def test_peft_adapts_it_and_merges_what_it_learned(scattered, beside):
+def test_peft_trains_an_adapter_and_merges_it(random_model, enter_directory):
     from peft import PeftModel
 
-    at, names = beside(scattered), {"STEPS": STEPS}
+    directory, names = enter_directory(random_model), {"STEPS": STEPS}
     exec(code("Fine-tune with TRL", "python").split("trainer =")[0] + code("LoRA with PEFT", "python"), names)
-    ids = AutoTokenizer.from_pretrained(at / "my-merged")("First Citizen:", return_tensors="pt").input_ids
-    base = AutoModelForCausalLM.from_pretrained(scattered)
-    merged = own_model(at / "my-merged").eval()
+    ids = AutoTokenizer.from_pretrained(directory / "my-merged")("First Citizen:", return_tensors="pt").input_ids
+    base = AutoModelForCausalLM.from_pretrained(random_model)
+    merged = own_model(directory / "my-merged").eval()
     with torch.no_grad():
-        before, after = base(ids).logits, merged(ids)
-        adapted = PeftModel.from_pretrained(base, at / "my-lora")(ids).logits
-    torch.testing.assert_close(after, adapted, rtol=0, atol=1e-4)
-    assert (after - before).abs().max() > 0.1  # it has learned something
+        base_logits, merged_logits = base(ids).logits, merged(ids)
+        adapter_logits = PeftModel.from_pretrained(base, directory / "my-lora")(ids).logits
+    torch.testing.assert_close(merged_logits, adapter_logits, rtol=0, atol=1e-4)
+    assert (merged_logits - base_logits).abs().max() > 0.1  # it has learned something
 
 
 @pytest.mark.slow
 @needs("onnx", "onnxscript", "onnxruntime", "transformers.exporters")
-def test_onnx_runtime_computes_its_logits(scattered, beside):
-    beside(scattered)
+def test_onnx_runtime_computes_the_same_logits(random_model, enter_directory):
+    enter_directory(random_model)
     names = {}
     exec(code("ONNX", "python"), names)
     ids = torch.randint(0, 50257, (3, 64), generator=torch.Generator().manual_seed(1))  # another batch and length
@@ -203,7 +202,7 @@ def test_onnx_runtime_computes_its_logits(scattered, beside):
 
 
 def continuation(model: Path, count: int) -> str:
-    """The likeliest `count` tokens behind "ROMEO:", as text."""
+    """The likeliest `count` tokens after "ROMEO:", as text."""
     model, tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
     ids = tokenizer("ROMEO:", return_tensors="pt").input_ids
     out = model.generate(ids, do_sample=False, max_new_tokens=count)[0, ids.shape[1] :]
@@ -214,41 +213,41 @@ def continuation(model: Path, count: int) -> str:
 @pytest.mark.slow
 @needs("fastapi", "uvicorn", "openai")
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
-def test_transformers_serves_it(scattered, beside):
-    at = beside(scattered)
+def test_transformers_serves_an_export(random_model, enter_directory):
+    directory = enter_directory(random_model)
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    serve, ask = (shlex.split(line) for line in code("Serve", "bash").replace("8000", str(port)).splitlines())
+    serve, request = (shlex.split(line) for line in code("Serve", "bash").replace("8000", str(port)).splitlines())
     command = [sys.executable, "-m", "transformers.cli.transformers", *serve[1:]]
-    with open(at / "log", "w") as log:
+    with open(directory / "log", "w") as log:
         server = subprocess.Popen(command, stdout=log, stderr=log, env=environment())
     try:
         for _ in range(600):
-            answer = subprocess.run(ask, capture_output=True, text=True)
+            answer = subprocess.run(request, capture_output=True, text=True)
             if answer.returncode == 0 or server.poll() is not None:
                 break
             time.sleep(0.2)
     finally:
         server.terminate()
         server.wait(30)
-    assert answer.returncode == 0, (at / "log").read_text()
-    assert json.loads(answer.stdout)["choices"][0]["text"] == continuation(scattered, 30)
+    assert answer.returncode == 0, (directory / "log").read_text()
+    assert json.loads(answer.stdout)["choices"][0]["text"] == continuation(random_model, 30)
 
 
 @pytest.mark.slow
 @needs("xllamacpp")
 @pytest.mark.skipif(not CONVERTER.is_dir(), reason="needs a clone of llama.cpp here, or where LLAMA_CPP is")
-def test_llama_cpp_generates_the_same(scattered, beside):
-    at = beside(scattered)
-    (at / "llama.cpp").symlink_to(CONVERTER)
+def test_llama_cpp_generates_the_same(random_model, enter_directory):
+    directory = enter_directory(random_model)
+    (directory / "llama.cpp").symlink_to(CONVERTER)
     clone, convert = code("GGUF for llama.cpp", "bash").splitlines()
     assert clone.startswith("git clone ")
     command = shlex.split(convert, comments=True)
     subprocess.run([sys.executable, *command[1:]], check=True, capture_output=True, env=environment())
     names = {}
     exec(code("GGUF for llama.cpp", "python"), names)
-    assert names["answer"]["choices"][0]["text"] == continuation(scattered, 30)
+    assert names["answer"]["choices"][0]["text"] == continuation(random_model, 30)
 
 
 def test_each_section_with_code_is_run():
