@@ -1,4 +1,4 @@
-"""Exporting: the right checkpoint is chosen, the directory is complete, and no other files are overwritten."""
+"""Exports: of the right checkpoint, complete, and without overwriting other files."""
 
 import json
 import shutil
@@ -49,8 +49,8 @@ def test_an_export_is_what_transformers_loads_and_nothing_else(whole_run, tmp_pa
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "run"]
 
 
-def test_a_second_export_into_the_same_place_needs_force(whole_run, tmp_path, capsys):
-    """Which replaces the files of an export, and no others."""
+def test_a_second_export_to_the_same_directory_needs_force(whole_run, tmp_path, capsys):
+    """--force replaces the files of an export, and no others."""
     run, out = whole_run[0], tmp_path / "out"
     assert export.main([str(run), "--out", str(out)]) == 0
     (out / "thesis.tex").write_text("of mine")
@@ -58,13 +58,13 @@ def test_a_second_export_into_the_same_place_needs_force(whole_run, tmp_path, ca
     assert f"--out {out} exists; replace it with --force (make export ARGS=--force)" in capsys.readouterr().err
     assert export.main([str(run), "--out", str(out), "--best", "--force"]) == 0
     assert {p.name for p in out.iterdir()} == {*FILES, "thesis.tex"}
-    newest, other = (run / f"step_000000{step}" for step in (20, 10))
+    newest, older = (run / f"step_000000{step}" for step in (20, 10))
     assert export.main([str(newest), "--out", str(out), "--force"]) == 0
     (out / "results.json").write_text("{}")  # of an evaluation of `out`
     assert export.main([str(newest), "--out", str(out), "--force"]) == 0
     assert (out / "results.json").exists()
-    assert export.main([str(other), "--out", str(out), "--force"]) == 0
-    assert {p.name for p in out.iterdir()} == {*FILES, "thesis.tex"}  # they are not of this model
+    assert export.main([str(older), "--out", str(out), "--force"]) == 0
+    assert {p.name for p in out.iterdir()} == {*FILES, "thesis.tex"}  # the results were of another model
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
@@ -82,7 +82,7 @@ def test_an_export_replaces_no_checkpoint_and_writes_through_no_link(whole_run, 
     assert ModelCard.load(out / "README.md").data.library_name == "transformers"
 
 
-def test_the_best_is_the_lowest_validation_loss_of_what_is_whole(whole_run, tmp_path):
+def test_the_best_is_the_intact_checkpoint_with_the_lowest_validation_loss(whole_run, tmp_path):
     run = shutil.copytree(whole_run[0], tmp_path / "run")
     with open(run / "metrics.jsonl", "a") as log:
         log.write('{"step": 10, "val_loss": 0.5}\n{"step": 15, "val_loss": 0.1}\n{"step": 20, "val_loss": 0.6}\n')

@@ -1,4 +1,4 @@
-"""The model card is valid, and holds what was recorded: nothing else, and nothing private."""
+"""The model card is valid, and contains what was recorded: nothing else, and nothing private."""
 
 import json
 import math
@@ -43,7 +43,7 @@ PART = {
     "data": HUB_DATA,
     "config": CONFIG,
 }
-STATE = {  # what it has besides is of a tiny run
+STATE = {  # the other keys come from a tiny run
     "step": 100,
     "tokens": 52_428_800,
     "about": [PART],
@@ -72,7 +72,6 @@ SHARDS = {
     "bits_per_byte": 1.09,
     "dtype": "bfloat16",
 }
-# What the commands write.
 RESULTS = {
     "hellaswag": {"scores": hellaswag_scores(HELLASWAG, 10_042, "in float32")},
     "perplexity": SHARDS | {"scores": perplexity.scores_of(SHARDS)},
@@ -83,7 +82,7 @@ RESULTS = {
 
 @pytest.fixture
 def card(tmp_path, whole_run):
-    """state, lines, results -> the card of a checkpoint that has them."""
+    """state, lines of metrics.jsonl, results.json -> the card of such a checkpoint."""
     tiny = json.loads((whole_run[0] / "step_00000020" / "trainer_state.json").read_text())
 
     def make(state: dict = STATE, lines: list[dict] = LINES, results: dict | None = None, **options) -> ModelCard:
@@ -100,11 +99,11 @@ def card(tmp_path, whole_run):
 
 
 def figures(card: ModelCard) -> dict[tuple[str, str], float]:
-    """What model-index has."""
+    """The metrics in model-index."""
     return {(e.dataset_name, e.metric_name): e.metric_value for e in card.data.eval_results or []}
 
 
-def test_all_that_was_measured_is_in_the_card_with_how_it_was(card):
+def test_the_card_has_every_result_and_how_it_was_measured(card):
     card = card(results=RESULTS, repo="acme/gpt2")
     assert card.data.to_dict().keys() - {"model-index"} == {*KEYS, "metrics", "tags"}
     assert {key: card.data.get(key) for key in KEYS} == {
@@ -121,14 +120,14 @@ def test_all_that_was_measured_is_in_the_card_with_how_it_was(card):
         ("HellaSwag", "acc_norm, llm.c-style"): 0.27,
         ("HellaSwag", "acc, lm-eval-style"): 0.2633,
         ("HellaSwag", "acc_norm, lm-eval-style"): 0.28,
-        ("of_news", "loss, nats per token"): 3.41,  # never with a directory's name
+        ("of_news", "loss, nats per token"): 3.41,  # without the directory's path
         ("of_news", "perplexity per token"): 30.27,
         ("of_news", "bits per byte"): 1.09,
         ("arc_easy", "acc"): 0.4,
     }
     assert all(isinstance(e, EvalResult) and e.task_type == "text-generation" for e in card.data.eval_results)
-    ours = next(e for e in card.data.eval_results if e.metric_name == "validation loss, nats per token")
-    assert (ours.dataset_config, ours.dataset_revision) == ("sample-10BT", HUB_DATA["commit"])
+    val_loss = next(e for e in card.data.eval_results if e.metric_name == "validation loss, nats per token")
+    assert (val_loss.dataset_config, val_loss.dataset_revision) == ("sample-10BT", HUB_DATA["commit"])
     for line in (
         "| HellaSwag, validation | acc_norm, llm.c-style | 0.2700 ± 0.0087 | 10,042 rows, in float32 |",
         "| acc, llm.c-style, during training | 0.2600 ± 0.0086 | 10,042 rows, by the run, in its precision |",
@@ -142,7 +141,7 @@ def test_all_that_was_measured_is_in_the_card_with_how_it_was(card):
         'pipeline("text-generation", model="acme/gpt2")',
     ):
         assert line in card.text, line
-    assert "epochs" not in card.text  # of a stream that has not ended
+    assert "epochs" not in card.text  # the stream has not ended
     assert "secret" not in card.content
 
 
@@ -151,35 +150,37 @@ WSD = {"lr_scheduler_type": "wsd", "decay_fraction": 0.4}
 
 
 @pytest.mark.parametrize(
-    "chosen", [{"optim": "adamw", "skip_loss_z": 5.0}, MUON | {"lr_scheduler_type": "linear"}, WSD]
+    "overrides", [{"optim": "adamw", "skip_loss_z": 5.0}, MUON | {"lr_scheduler_type": "linear"}, WSD]
 )
-def test_the_settings_of_a_card_are_the_runs_and_repeat_it(card, tmp_path, chosen):
+def test_a_run_can_be_repeated_from_the_settings_in_its_card(card, tmp_path, overrides):
     (tmp_path / "mine.yaml").write_text("dataset_name: x\n")
     start = [f"--config={tmp_path / 'mine.yaml'}"]
-    values = {"n_head": 6, "adam_beta2": 0.99, "warmup_steps": 7, "seed": 3, "sequence_length": 512} | chosen
+    values = {"n_head": 6, "adam_beta2": 0.99, "warmup_steps": 7, "seed": 3, "sequence_length": 512} | overrides
     config = parse_config(start + flags(**values))
     rows = dict(re.findall(r"^\| (\w+) \| (.*) \|$", card(STATE | {"config": config.flat()}).text, re.MULTILINE))
     fields = {*vars(config.model), *vars(config.optimizer), "sequence_length", "seed"}
-    again = parse_config(start + flags(**{name: value for name, value in rows.items() if name in fields}))
-    assert again == config
-    assert {name for name in rows if name.startswith("muon_")} == {name for name in chosen if name.startswith("muon_")}
-    assert ("decay_fraction" in rows) == ("decay_fraction" in chosen)
+    assert parse_config(start + flags(**{name: value for name, value in rows.items() if name in fields})) == config
+    shown, expected = ([name for name in names if name.startswith(("muon_", "decay_"))] for names in (rows, overrides))
+    assert sorted(shown) == sorted(expected)
 
 
-def test_what_was_not_measured_is_not_in_the_card(card):
-    other = card(STATE | {"step": 95})  # the evaluation of another step says nothing about these weights
-    assert other.data.eval_results is None
-    assert "No results were recorded." in other.text
-    values = (math.nan, 0.5)
-    partly = {"lm_eval": {"scores": [score(ARC, ("accuracy", "acc"), value, "by hand") for value in values]}}
-    assert [e.metric_value for e in card(lines=[], results=partly).data.eval_results] == [0.5]
-    for damaged in ([], {"lm_eval": {"scores": [{"metric_value": "high"}]}}):
+def test_a_card_has_no_result_of_another_step_and_no_nan(card):
+    empty_card = card(STATE | {"step": 95})
+    assert empty_card.data.eval_results is None
+    assert "No results were recorded." in empty_card.text
+    scores = [score(ARC, ("accuracy", "acc"), value, "by hand") for value in (math.nan, 0.5)]
+    results = {"lm_eval": {"scores": scores}}
+    assert [e.metric_value for e in card(lines=[], results=results).data.eval_results] == [0.5]
+
+
+def test_a_results_file_of_another_format_is_refused(card):
+    for results in ([], {"lm_eval": {"scores": [{"metric_value": "high"}]}}):
         with pytest.raises(UserError, match=r"results\.json is not what eval/ writes .*; move it away"):
-            card(results=damaged)
+            card(results=results)
 
 
-def test_model_index_has_whole_evaluations_only(card):
-    """A quick look (LIMIT=20) is in the table, with its size, and on no leaderboard."""
+def test_partial_evaluations_are_not_in_model_index(card):
+    """They are in the table, with their size, but on no leaderboard."""
     card = card(
         STATE | {"config": CONFIG | {"hellaswag_limit": 72}},
         [{"step": 100, "hellaswag_llmc_acc": 0.26}],
@@ -210,18 +211,14 @@ AFTER = PART | {"from_step": 40, "device": "EPYC", "engine": "CPU", "nodes": 1}
             "trained from openai-community/gpt2",
         ),
         ([PART, AFTER], FINEWEB, None, "DDP over 8 processes, on 2 nodes; EPYC, CPU |"),
+        ([PART | {"data": {"files": [{"name": "caf\udce9.txt"}], "of": 1}}], None, None, "caf\ufffd.txt"),  # not UTF-8
     ],
 )
-def test_data_and_beginnings_are_named_by_what_they_are(card, parts, datasets, base, text):
+def test_the_card_names_the_data_the_initial_weights_and_the_hardware(card, parts, datasets, base, text):
     card = card(STATE | {"about": parts})
     assert card.data.datasets == datasets
     assert card.data.base_model == base
-    assert text in " ".join(card.text.split())
-
-
-def test_a_files_name_that_is_not_utf8_is_shown_as_far_as_it_can_be(card):
-    made = card(STATE | {"about": [PART | {"data": {"files": [{"name": "caf\udce9.txt", "sha256": "f00"}], "of": 1}}]})
-    assert "caf\ufffd.txt" in made.content.encode().decode()
+    assert text in " ".join(card.content.encode().decode().split())
 
 
 @pytest.mark.parametrize(
@@ -232,15 +229,15 @@ def test_a_files_name_that_is_not_utf8_is_shown_as_far_as_it_can_be(card):
         ({"dataset_name": "~/shards", "val_data": "~/of_news/"}, ("text", "of_news")),
     ],
 )
-def test_the_validation_loss_is_of_what_it_was_measured_on(card, config, data):
+def test_the_validation_loss_names_its_data_set(card, config, data):
     (entry,) = card(STATE | {"config": CONFIG | config}, [{"step": 100, "val_loss": 3.4}]).data.eval_results
     assert (entry.dataset_type, entry.dataset_name) == data
 
 
-def test_what_files_and_manifests_say_is_no_markup(card):
-    """The names of text files and of data sets, train_text, and the tokenizer's end of text."""
+def test_recorded_names_are_escaped(card):
+    """Names of text files and data sets, train_text, and the tokenizer's end-of-text token are no markup in a card."""
     text = "acme/x|](http://evil.example)\n---\nlicense: other\n---\n<img src=x onerror=alert(1)>`b`"
-    shown = "acme/x\\|\\](http://evil.example) --- license: other --- \\<img src=x onerror=alert(1)\\>\\`b\\`"
+    escaped = "acme/x\\|\\](http://evil.example) --- license: other --- \\<img src=x onerror=alert(1)\\>\\`b\\`"
     results = {"lm_eval": {"scores": [score(text_dataset(text), ("accuracy", "acc"), 0.5, "by hand")]}}
     state = STATE | {"tokenizer": STATE["tokenizer"] | {"end_of_text_token": text}}
     files = {"files": [{"name": text, "sha256": "f00"}], "of": 1}
@@ -248,30 +245,29 @@ def test_what_files_and_manifests_say_is_no_markup(card):
         made = card(state | {"about": [PART | {"data": source}]}, results=results)
         assert "\nlicense: other" not in made.content
         assert made.data.datasets is None
-        assert f"Token 50256, {shown}, preceded" in made.text
-        assert f"| {shown} | acc | 0.5000 | by hand |" in made.text
+        assert f"Token 50256, {escaped}, preceded" in made.text
+        assert f"| {escaped} | acc | 0.5000 | by hand |" in made.text
         assert made.text.count("img src") == made.text.count("\\<img src") > 0
         assert text in {entry.dataset_name for entry in made.data.eval_results}  # in YAML it is a string
 
 
 @pytest.mark.parametrize(
-    ("changes", "named"), [({}, True), ({"passed": False}, False), ({"device": "NVIDIA A100 80GB PCIe"}, False)]
+    ("changes", "is_named"), [({}, True), ({"passed": False}, False), ({"device": "NVIDIA A100 80GB PCIe"}, False)]
 )
-def test_a_preflight_of_the_same_devices_is_named(card, tmp_path, changes, named):
-    versions = {"torch": "2.13.0", "accelerate": "1.15.0"}
-    passed = {"passed": True, "date": "2026-11-24", "versions": versions}
-    report = passed | {name: PART[name] for name in ("device", "engine", "processes")} | changes
+def test_a_passed_preflight_of_the_same_devices_is_named(card, tmp_path, changes, is_named):
+    report = {"passed": True, "date": "2026-11-24", "versions": {"torch": "2.13.0", "accelerate": "1.15.0"}}
+    report |= {name: PART[name] for name in ("device", "engine", "processes")} | changes
     (tmp_path / "preflight.json").write_text(json.dumps(report))
     row = "| preflight | passed on 8 x NVIDIA A100-SXM4-80GB, 2026-11-24, torch 2.13.0, accelerate 1.15.0 |"
-    assert (row in card().text) is named
+    assert (row in card().text) is is_named
 
 
 def test_the_card_of_a_run(whole_run):
     run, lines, _ = whole_run
     card = ModelCard(model_card(run / "step_00000020"))
     assert figures(card) == {("text.txt, held out", "validation loss, nats per token"): round(lines[20]["val_loss"], 6)}
-    earlier = ModelCard(model_card(run / "step_00000010"))
-    assert figures(earlier).popitem()[1] == round(lines[10]["val_loss"], 6)
+    older_card = ModelCard(model_card(run / "step_00000010"))
+    assert figures(older_card).popitem()[1] == round(lines[10]["val_loss"], 6)
     assert f"| torch | {version('torch')} |" in card.text  # torch.__version__ may have +cu130 behind it
     assert "| precision | fp32;" in card.text
     assert "| epochs | 0.0386 |" in card.text  # 1,280 of 33,160 tokens
@@ -286,8 +282,8 @@ def test_no_secret_reaches_a_card(card, monkeypatch):
     config = CONFIG | {"train_text": canary.URL, "dataset_name": "/home/ada/x", "run_name": canary.HUB_TOKEN}
     config |= {"config": f"/home/ada/{canary.ENVIRONMENT['MY_PASSWORD']}.yaml"}
     data = HUB_DATA | {"name": canary.HUB_TOKEN, "split": canary.ENVIRONMENT["AWS_SECRET_ACCESS_KEY"]}
-    how = f"by {canary.WANDB_KEY} in /home/ada/shards"
-    results = {"lm_eval": {"scores": [score(text_dataset(canary.HUB_TOKEN), ("accuracy", "acc"), 0.5, how)]}}
+    method = f"by {canary.WANDB_KEY} in /home/ada/shards"
+    results = {"lm_eval": {"scores": [score(text_dataset(canary.HUB_TOKEN), ("accuracy", "acc"), 0.5, method)]}}
     part = PART | {"data": data, "engine": "/home/ada/gpu"}
     text = card(STATE | {"config": config, "about": [part]}, LINES, results).content
-    assert not [s for s in (*canary.EVERYWHERE, "/home/ada") if s in text]
+    assert not [secret for secret in (*canary.EVERYWHERE, "/home/ada") if secret in text]
