@@ -1,7 +1,7 @@
 """recipe/train.py on a CPU that pretends to have the fused loss's kernel.
 
-FUSED is what the kernel is: right, wrong, slow or broken; `right,wrong`: on two ranks. It computes by PyTorch, and its
-time is pretended.
+FUSED is the state of the kernel: right, wrong, slow or broken; one a rank, as in `right,wrong`. The kernel is replaced
+by PyTorch operators, and its time by a constant.
 """
 
 import os
@@ -25,14 +25,14 @@ def cross_entropy_(logits, targets, vocab_size, need_grad):
     logits[targets == IGNORE_INDEX] = 0
     if KIND == "wrong":
         logits *= 1.01
-    return loss[None] * (1 + 1e-6)  # the mark that it leaves
+    return loss[None] * (1 + 1e-6)  # so that the losses show its use
 
 
-times = iter([4.1 if KIND != "slow" else 0.9, 1.0])  # of PyTorch's loss, and of the kernel
-hardware.seconds_of = lambda call: next(times)
+seconds = iter([4.1 if KIND != "slow" else 0.9, 1.0])  # of PyTorch's loss, and of the kernel
+hardware.seconds_of = lambda call: next(seconds)
 sys.modules["recipe.model.loss_kernel"] = SimpleNamespace(cross_entropy_=cross_entropy_)  # ty: ignore
 components.can_fuse = fused_loss.can_fuse = lambda device_type: True
 fused_loss.ROWS = 64
 
 if __name__ == "__main__":
-    sys.exit(main([word for word in sys.argv[1:] if not word.endswith("train.py")]))  # which an audit names
+    sys.exit(main([word for word in sys.argv[1:] if not word.endswith("train.py")]))  # an audit adds that word

@@ -1,13 +1,14 @@
-r"""Byte-exact peaks of training steps, for test_memory.py and docs/log.md's table; a line of JSON a configuration.
+r"""Byte-exact memory peaks of training steps, for test_memory.py and the table in docs/log.md; prints a line of JSON
+per configuration.
 
     python -m tests.estimate.memory_probe --real='--n_layer=2 ...' --fake='--config=gpt2-xl ...'
     accelerate launch --config_file accelerate_configs/zero1.yaml --num_processes 2 \
         -m tests.estimate.memory_probe --real='...'
 
 --real takes two steps of the real engine on the CPU and reads every allocation and release of the second from PyTorch's
-profiler: of compiled code's buffers too. --fake does the same on fake tensors, which have sizes but no memory, without
-compilation: for models that do not fit here. Both run CUDA's arithmetic: its autocast takes layer norm in fp32, which
-the CPU's does not, and the head is padded to a multiple of 128 rows.
+profiler, including the buffers of compiled code. --fake does the same, without compilation, on fake tensors, which have
+sizes but no memory: for models that do not fit here. Both compute as on CUDA: autocast computes layer norm in fp32,
+unlike the CPU's, and the head is padded to a multiple of 128 rows.
 """
 
 import argparse
@@ -20,7 +21,7 @@ import shlex
 import weakref
 from functools import partial
 
-if __name__ == "__main__":  # before the imports; not in a program that imports this and may run on a GPU
+if __name__ == "__main__":  # before the imports; a program that imports this may run on a GPU
     os.environ["ACCELERATE_USE_CPU"] = "true"
 
 import torch
@@ -41,46 +42,46 @@ from recipe.optim import optimizer as optim
 OPTIONS = ["--config=gpt2", "--dataset_name=x", "--warmup_steps=0", "--precision=bf16", "--torch_compile=false"]
 
 
-def cudas_layer_norm(self, x: torch.Tensor) -> torch.Tensor:
+def cuda_layer_norm(self, x: torch.Tensor) -> torch.Tensor:
     with torch.autocast("cpu", enabled=False):
         x = x.to(self.weight.dtype)  # fp32, except under FSDP
         return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
 
 
-class Allocated(TorchDispatchMode):
-    """Bytes of all storages that are alive, `now` and at their `peak`."""
+class AllocationCounter(TorchDispatchMode):
+    """The bytes of all live storages: now, and their peak."""
 
     def __init__(self):
         super().__init__()
         self.now = self.peak = 0
         self.seen = weakref.WeakSet()
 
-    def see(self, tensor: torch.Tensor) -> None:
+    def add(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
         if storage not in self.seen:
             self.seen.add(storage)
             self.now += storage.nbytes()
-            weakref.finalize(storage, self.gone, storage.nbytes())
+            weakref.finalize(storage, self.release, storage.nbytes())
 
-    def gone(self, size: int) -> None:
+    def release(self, size: int) -> None:
         self.now -= size
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
-                self.see(leaf)
+                self.add(leaf)
         self.peak = max(self.peak, self.now)
         return result
 
 
 def flash_attention(q, k, v, dropout):
-    """The kernel that a device chooses; for fake tensors SDPA would be written out, scores and all."""
+    """The kernel that a GPU uses; on fake tensors SDPA would compute the scores too."""
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, dropout, True)[0]
 
 
 def profiled(step) -> int:
-    """The most bytes that were allocated while `step` ran, above those at its start."""
+    """The peak of allocated bytes while `step` runs, above those at its start."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         step()
     stack, events = list(profiler.profiler.kineto_results.experimental_event_tree()), []
@@ -90,73 +91,72 @@ def profiled(step) -> int:
         if event.name == "[memory]":
             fields = event.extra_fields
             events.append((event.start_time_ns, fields.total_allocated, fields.alloc_size))
-    first = min(events)
-    return max(total for _, total, _ in events) - (first[1] - first[2])
+    _, first_total, first_size = min(events)
+    return max(total for _, total, _ in events) - (first_total - first_size)
 
 
-def alive() -> int:
-    """Bytes of all tensors there are."""
+def tensor_bytes() -> int:
+    """The bytes of all tensors in this process."""
     gc.collect()
     storages = [o.untyped_storage() for o in gc.get_objects() if type(o) in (torch.Tensor, torch.nn.Parameter)]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
-def measure(words: str, fake: bool) -> dict:
+def measure(options: str, fake: bool) -> dict:
     torch.compiler.reset()
     AcceleratorState._reset_state(True)
-    options, _, vocabulary = words.partition(" of ")  # "--n_layer=4 of 512": with a vocabulary of 512 tokens
-    config = parse_config([*OPTIONS, *shlex.split(options)])
-    if vocabulary:
-        config = dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=int(vocabulary)))
+    flags, _, vocab_size = options.partition(" of ")  # "--n_layer=4 of 512": with a vocabulary of 512 tokens
+    config = parse_config([*OPTIONS, *shlex.split(flags)])
+    if vocab_size:
+        config = dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=int(vocab_size)))
     strategy = open_strategy(config.run.precision)
     batch = batch_arithmetic(config, strategy.runtime.processes.world_size)
-    LayerNorm.forward = cudas_layer_norm
+    LayerNorm.forward = cuda_layer_norm
     opt, shape = config.optimizer, (batch.micro, config.data.sequence_length + 1)
 
-    # The CPU's own attention keeps probabilities, which a GPU's does not.
+    # The CPU's own attention keeps the probabilities, a GPU's does not.
     attention = flash_attention if fake else None
     strategy.device = device = dataclasses.replace(strategy.device, pad_vocab_to=128, attention=attention)
     with FakeTensorMode() if fake else contextlib.nullcontext():
-        if fake:  # the weights are drawn with a generator, which fakes do not take
+        if fake:  # fake tensors take no generator
             GPT2LMHeadModel._init_weights = lambda self, generator: None
-            strategy._accelerator.device_placement = False  # they are where they belong, and cannot be moved
+            strategy._accelerator.device_placement = False  # fake tensors cannot be moved
         model = build_model(config, load_init_from=False, **device.model_options)
-        model.loss = partial(model.loss, by_rows=False)  # as a GPU takes it
+        model.loss = partial(model.loss, by_rows=False)  # as on a GPU
         if not fake:
             strategy.place(model, compile=config.run.torch_compile_mode if config.run.torch_compile else "")
         optimizer = optim.make_optimizer(model, opt, **device.optimizer_options(strategy.runtime.processes))
-        prepared, optimizer = strategy.prepare(model, optimizer, batch, opt)
-        prepared.train()
+        wrapped_model, optimizer = strategy.prepare(model, optimizer, batch, opt)
+        wrapped_model.train()
 
         def micro_steps():
             for number in range(batch.accumulation):
                 rows = torch.arange(shape[0] * shape[1]).remainder(config.model.vocab_size).view(shape)
-                with strategy.micro_step(prepared, last=number == batch.accumulation - 1):
-                    strategy.backward(prepared(rows[:, :-1], rows[:, 1:]) / batch.accumulation)
+                with strategy.micro_step(wrapped_model, last=number == batch.accumulation - 1):
+                    strategy.backward(wrapped_model(rows[:, :-1], rows[:, 1:]) / batch.accumulation)
 
         def update():
-            strategy.update(prepared, optimizer, torch.zeros(()))
+            strategy.update(wrapped_model, optimizer, torch.zeros(()))
 
         parameters = sum(p.nbytes for p in model.parameters())
         if fake:
-            with Allocated() as allocated:
+            with AllocationCounter() as counter:
                 for p in model.parameters():
-                    allocated.see(p)
+                    counter.add(p)
                 micro_steps()
-            # AdamW's fused kernel works in place, on two moments as large as the weights.
-            peak = allocated.peak + 2 * parameters
+            # AdamW's fused kernel works in place, on two moments of the weights' size.
+            peak = counter.peak + 2 * parameters
         else:
             micro_steps()
             update()
-            peak = alive() + profiled(lambda: (micro_steps(), update()))
-    kind = {"precision": device.precision, "sharding": strategy.runtime.sharding}
+            peak = tensor_bytes() + profiled(lambda: (micro_steps(), update()))
+    precision, sharding = device.precision, strategy.runtime.sharding
+    compiled = config.run.torch_compile
     return {
-        "options": words,
+        "options": options,
         "measured": peak,
-        "estimate": step_memory(config, batch, compiled=config.run.torch_compile, **kind).peak,
-        "state": state_bytes(
-            config, strategy.runtime.processes.world_size, strategy.runtime.sharding, device.precision
-        ),
+        "estimate": step_memory(config, batch, precision=precision, sharding=sharding, compiled=compiled).peak,
+        "state": state_bytes(config, batch.world_size, sharding, precision),
     }
 
 
@@ -166,7 +166,7 @@ if __name__ == "__main__":
     parser.add_argument("--fake", action="append", default=[])
     args = parser.parse_args()
     for fake, configurations in ((False, args.real), (True, args.fake)):
-        for words in configurations:
-            line = json.dumps(measure(words, fake))
+        for options in configurations:
+            line = json.dumps(measure(options, fake))
             if os.environ.get("RANK", "0") == "0":
                 print(line, flush=True)

@@ -1,8 +1,7 @@
 """recipe/train.py on a CPU that pretends to be a device with little memory.
 
-FIT_MEMORY is its memory in bytes, 140e6, or that of each rank, 140e6,90e6. Trial steps are taken, and measured by
-PyTorch's profiler in the place of CUDA's allocator. Without FIT_PARAMETERS it is a GPU, and only its memory is
-pretended.
+FIT_MEMORY is its memory in bytes, 140e6, or that of each rank, 140e6,90e6. PyTorch's profiler measures the trial steps
+in place of CUDA's allocator. Without FIT_PARAMETERS the device is a GPU, and only its memory size is pretended.
 """
 
 import os
@@ -16,7 +15,7 @@ from recipe.model.build import build_model
 from recipe.train import main
 from tests.estimate.memory_probe import profiled
 
-PARAMETERS = 4 * int(os.environ.get("FIT_PARAMETERS", 0))  # bytes that lie on the device before a trial
+PARAMETERS = 4 * int(os.environ.get("FIT_PARAMETERS", 0))  # bytes on the device before a trial
 BYTES = [int(float(part)) for part in os.environ["FIT_MEMORY"].split(",")]
 
 
@@ -28,7 +27,7 @@ def peak_while(_, work) -> int:
 
 def build(*arguments, **options):
     model = build_model(*arguments, **options)
-    model.loss = partial(model.loss, by_rows=False)  # the device is to be a GPU
+    model.loss = partial(model.loss, by_rows=False)  # as on a GPU
     return model
 
 
@@ -36,7 +35,7 @@ def memory(_) -> int:
     return BYTES[int(os.environ.get("RANK", 0))]
 
 
-Device.memory = property(memory, lambda device, found: None)
+Device.memory = property(memory, lambda device, value: None)
 if PARAMETERS:
     micro_batch.build_model = build
     hardware.free_memory, hardware.peak_while = memory, peak_while

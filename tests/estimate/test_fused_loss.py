@@ -24,7 +24,7 @@ SHORT = TINY | {"max_steps": 8, "save_steps": 4}
 
 
 def run(shards, directory, kernel: str, processes: int = 0, **fields) -> str:
-    """The loss's line in the panel of a run where the kernel is right, wrong, slow or broken; "" if it has none."""
+    """The summary's line on the loss of a run whose kernel is right, wrong, slow or broken; "" if it has none."""
     command = *PROBE, *flags(**SHORT | {"dataset_name": shards, "output_dir": directory} | fields)
     result = ok(programs.run(*command, env={"FUSED": kernel}, processes=processes))
     return next((line for line in result.stdout.splitlines() if line.startswith("loss  ")), "")
@@ -39,107 +39,103 @@ def fused(directory) -> bool:
 
 
 @pytest.fixture(scope="module")
-def plain(shards, tmp_path_factory):
+def unfused_run(shards, tmp_path_factory):
     directory = tmp_path_factory.mktemp("plain") / "run"
     assert run(shards, directory, "right", fused_loss="false") == ""
     return directory
 
 
 @pytest.fixture(scope="module")
-def chosen(shards, tmp_path_factory):
+def fused_run(shards, tmp_path_factory):
     directory = tmp_path_factory.mktemp("chosen") / "run"
     return directory, run(shards, directory, "right")
 
 
-def test_a_kernel_that_is_right_and_faster_is_used(chosen, plain):
-    directory, line = chosen
-    apart = re.fullmatch(r"loss       fused kernel, checked here: (\S+) from PyTorch's, 4.1x its speed", line)
-    assert apart, line
-    assert 0 < float(apart[1]) < 1e-5
+def test_a_kernel_that_is_right_and_faster_is_used(fused_run, unfused_run):
+    directory, line = fused_run
+    match = re.fullmatch(r"loss       fused kernel, checked here: (\S+) from PyTorch's, 4.1x its speed", line)
+    assert match, line
+    assert 0 < float(match[1]) < 1e-5
     assert fused(directory) is True
-    assert losses(directory) == pytest.approx(losses(plain), abs=1e-4)
-    assert losses(directory) != losses(plain)  # or it was not used
+    assert losses(directory) == pytest.approx(losses(unfused_run), abs=1e-4)
+    assert losses(directory) != losses(unfused_run)  # the kernel was used
 
 
-def test_a_resumed_run_keeps_the_choice_and_does_not_check_it_again(shards, chosen, tmp_path):
-    directory = forget_after(4, shutil.copytree(chosen[0], tmp_path / "run"))
+def test_a_resumed_run_keeps_the_choice_without_another_trial(shards, fused_run, tmp_path):
+    directory = forget_after(4, shutil.copytree(fused_run[0], tmp_path / "run"))
     assert run(shards, directory, "slow") == "loss       fused, as in the run's newest checkpoint"
     assert fused(directory) is True
-    assert losses(directory) == losses(chosen[0])
+    assert losses(directory) == losses(fused_run[0])
 
 
-def test_an_audit_replays_the_choice(chosen, capsys, monkeypatch):
+def test_an_audit_replays_the_choice(fused_run, capsys, monkeypatch):
     monkeypatch.setattr(audit, "subprocess", programs.forking)
     monkeypatch.setenv("FUSED", "slow")
     launcher = f"{sys.executable} {' '.join(PROBE)}"
-    assert audit.main([str(chosen[0]), "--last", "2", "--launch", launcher]) == 0
+    assert audit.main([str(fused_run[0]), "--last", "2", "--launch", launcher]) == 0
     assert capsys.readouterr().out.count("4 steps equal to the bit") == 2
-    assert audit.main([str(chosen[0])]) == 69  # here is no such kernel
+    assert audit.main([str(fused_run[0])]) == 69  # this device has no such kernel
     assert "fused_loss needs a GPU with CUDA, and Triton; remove fused_loss" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    ("kernel", "said"),
+    ("kernel", "reason"),
     [
         ("wrong", r"the kernel is wrong here: 1e-02 from PyTorch's, 4\.1x its speed"),
         ("slow", r"the kernel is slow here: \S+ from PyTorch's, 0\.9x its speed"),
         ("broken", "the kernel fails here, RuntimeError: ptxas: no such device"),
     ],
 )
-def test_a_kernel_that_is_wrong_slow_or_broken_is_not_used_and_the_panel_says_why(
-    shards, plain, tmp_path, kernel, said
-):
+def test_a_bad_kernel_is_not_used_and_the_summary_gives_the_reason(shards, unfused_run, tmp_path, kernel, reason):
     line = run(shards, tmp_path / "run", kernel)
-    assert re.fullmatch(f"loss       not fused: {said}", line), line
+    assert re.fullmatch(f"loss       not fused: {reason}", line), line
     assert fused(tmp_path / "run") is False
-    assert losses(tmp_path / "run") == losses(plain)
+    assert losses(tmp_path / "run") == losses(unfused_run)
 
 
-def test_no_process_uses_what_is_wrong_on_one(shards, tmp_path):
+def test_no_process_uses_a_kernel_that_is_wrong_on_one(shards, tmp_path):
     line = run(shards, tmp_path / "run", "right,wrong", processes=2, total_batch_tokens=128)
     assert line == "loss       not fused: the kernel fails on another process"
     assert fused(tmp_path / "run") is False
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
+    ("options", "expected"),
     [("--dry_run=8xh100", True), ("--dry_run=8xt4", True), ("--dry_run=v5e-8", False)],
 )
-def test_a_plan_counts_with_it_on_cuda_and_other_devices_do_without(given, expected):
-    config = parse_config(["--config=gpt2", *given.split()])
+def test_a_dry_run_expects_the_kernel_on_cuda_only(options, expected):
+    config = parse_config(["--config=gpt2", *options.split()])
     config, line = fused_loss(config, open_strategy("auto", config.run.plan_device))
     assert config.run.fused_loss is expected
     assert line == ("loss       fused kernel, if the run finds it right and faster" if expected else "")
 
 
-def test_a_cpu_says_nothing(whole_run):
+def test_a_cpu_uses_no_kernel_and_prints_no_line(whole_run):
     assert "\nloss " not in whole_run[2]
     assert fused(whole_run[0]) is False
 
 
 @pytest.mark.skipif(not find_spec("triton"), reason="needs Triton, which PyTorch's builds for CPUs come without")
-def test_the_check_tells_the_kernel_from_one_that_counts_the_padding():
-    """By Triton's interpreter."""
-    program = "from tests.estimate.test_fused_loss import print_distances; print_distances()"
-    for dtype, (right, wrong) in interpreted("-c", program).items():
+def test_the_trial_detects_a_kernel_that_includes_the_padding():
+    program = "from tests.estimate.test_fused_loss import print_errors; print_errors()"
+    for dtype, (errors, wrong_errors) in interpreted("-c", program).items():
         tolerances = LOSS_TOLERANCE, GRADIENT_TOLERANCE[getattr(torch, dtype)]
-        assert all(error < tolerance / 5 for error, tolerance in zip(right, tolerances, strict=True)), dtype
-        assert all(error > tolerance for error, tolerance in zip(wrong, tolerances, strict=True)), dtype
+        assert all(error < tolerance / 5 for error, tolerance in zip(errors, tolerances, strict=True)), dtype
+        assert all(error > tolerance for error, tolerance in zip(wrong_errors, tolerances, strict=True)), dtype
 
 
-def print_distances() -> None:
-    """Prints by type how far the loss and the gradient are, and how far those of the wrong kernel."""
+def print_errors() -> None:
+    """Prints by dtype the errors of loss and gradient, of the kernel and of one that includes the padding."""
     from recipe.model import loss_kernel
 
     hardware.seconds_of = lambda call: 1.0
-    right, found = loss_kernel.cross_entropy_, {}
+    kernel, errors = loss_kernel.cross_entropy_, {}
 
-    def wrong(logits, targets, vocab_size, need_grad):
-        return right(logits, targets, logits.shape[1], need_grad)
+    def wrong_kernel(logits, targets, vocab_size, need_grad):
+        return kernel(logits, targets, logits.shape[1], need_grad)
 
-    for dtype in ("float32", "float16"):  # the interpreter does not round to bf16, it truncates
-        found[dtype] = []
-        for loss_kernel.cross_entropy_ in (right, wrong):
-            shape, kind = (24, 9088), getattr(torch, dtype)
-            found[dtype].append(compare(torch.device("cpu"), kind, shape, 9001, compiled=False)[0])
-    print(json.dumps(found))
+    for name in ("float32", "float16"):  # the interpreter truncates to bf16 instead of rounding
+        errors[name], dtype = [], getattr(torch, name)
+        for loss_kernel.cross_entropy_ in (kernel, wrong_kernel):
+            errors[name].append(compare(torch.device("cpu"), dtype, (24, 9088), 9001, compiled=False)[0])
+    print(json.dumps(errors))

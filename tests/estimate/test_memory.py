@@ -1,20 +1,19 @@
-"""The estimated peak memory of a step, compared with every allocation of a real step."""
+"""The estimated peak memory of a step against every allocation of a real step."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 
 from recipe.config import batch_arithmetic, parse_config
 from recipe.estimate.memory import HEADROOM, step_memory
-from tests.conftest import ROOT, environment, ok
+from tests import processes as programs
+from tests.conftest import ok
 
 SMALL = "--n_layer=2 --n_head=2 --n_embd=128 --sequence_length=128 --micro_batch_size=4 --total_batch_tokens=1024"
 GPT2 = "--n_layer=4 --micro_batch_size=4 --total_batch_tokens=8192"
 
 REAL = SMALL + " --precision=fp32 --gradient_checkpointing=true"
-# Its update takes more than its micro-steps.
+# The peak of a Muon step is in its update.
 MUON = "--optim=muon --precision=fp32 --n_layer=4 --n_head=4 --n_embd=256 --sequence_length=64"
 MUON += " --micro_batch_size=1 --total_batch_tokens=128 of 512"
 CHUNKS = SMALL + " --loss_chunk_size=128"
@@ -24,23 +23,18 @@ FAKE = [
 ]
 
 
-def measure(real: list[str], fake: list[str]) -> list[dict]:
-    words = [f"--real={options}" for options in real] + [f"--fake={options}" for options in fake]
-    command = [sys.executable, "-m", "tests.estimate.memory_probe", *words]
-    result = ok(subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=600))
-    return [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
-
-
 @pytest.mark.parametrize(
     ("real", "fake"),
-    [([MUON], [GPT2]), pytest.param([REAL, CHUNKS], FAKE, marks=pytest.mark.slow)],  # fake tensors take no time
+    [([MUON], [GPT2]), pytest.param([REAL, CHUNKS], FAKE, marks=pytest.mark.slow)],  # fast: fake tensors
 )
 def test_the_estimate_is_within_a_tenth_of_what_a_step_allocates(real, fake):
-    lines = measure(real, fake)
+    arguments = [f"--real={options}" for options in real] + [f"--fake={options}" for options in fake]
+    result = ok(programs.run("-m", "tests.estimate.memory_probe", *arguments))
+    lines = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
     assert [line["options"] for line in lines] == real + fake
     for line in lines:
         assert line["estimate"] == pytest.approx(line["measured"], rel=0.1), line
-        # And what comes on top of weights, gradients and optimizer state, which hide an error in small models.
+        # Without weights, gradients and optimizer state, which would hide an error in small models.
         assert line["estimate"] - line["state"] == pytest.approx(line["measured"] - line["state"], rel=0.25), line
 
 
@@ -54,16 +48,16 @@ def test_the_estimate_is_within_a_tenth_of_what_a_step_allocates(real, fake):
         ("--config=gpt2-medium --micro_batch_size=8 --gradient_checkpointing=true", 7.72),
     ],
 )
-def test_what_is_estimated_for_a_tpu_covers_what_was_compiled_for_one(options, compiled):
-    """GiB by libtpu's compiler, as docs/log.md has them: a step that the estimate lets through fits."""
+def test_the_estimate_for_a_tpu_covers_the_memory_of_the_compiled_step(options, compiled):
+    """GiB reported by libtpu's compiler (docs/log.md): a step fits if its estimate does."""
     config = parse_config([*options.split(), "--dataset_name=x"])
     estimate = step_memory(config, batch_arithmetic(config, 1, 8), precision="bf16").peak / 2**30
     assert 0.99 * compiled < estimate < 1.45 * compiled
 
 
 @pytest.mark.parametrize("compiled", [9.06, 9.35])  # for a v5e, a v6e
-def test_what_is_estimated_for_torchtpu_covers_what_was_compiled_for_a_chip(compiled):
-    """The same of a process a chip."""
+def test_the_estimate_for_torchtpu_covers_the_memory_of_the_compiled_step(compiled):
+    """The same with one process per chip."""
     config = parse_config(["--config=kaggle-tpu", "--dataset_name=x"])
     estimate = step_memory(config, batch_arithmetic(config, 8), precision="bf16").peak / 2**30
     assert compiled < estimate < 1.1 * compiled
@@ -73,26 +67,21 @@ XL = ("--config=gpt2-xl", "--micro_batch_size=1", "--hellaswag_steps=0", "--samp
 
 
 @pytest.mark.parametrize(
-    ("sharding", "world_size", "precision", "fits"),
+    ("sharding", "world_size", "precision", "options", "fits"),
     [
-        ("", 8, "bf16", False),
-        ("zero1", 64, "bf16", False),
-        ("zero2", 4, "bf16", False),
-        ("zero2", 8, "bf16", True),
-        ("zero3", 8, "bf16", True),
-        ("zero1", 2, "fp16", False),
-        ("fsdp", 2, "bf16", True),
-        ("zero1", 4, "fp16", True),  # DeepSpeed's own fp16 halves weights and gradients
+        ("", 8, "bf16", [], False),
+        ("zero1", 64, "bf16", [], False),
+        ("zero2", 4, "bf16", [], False),
+        ("zero2", 8, "bf16", [], True),
+        ("zero3", 8, "bf16", [], True),
+        ("zero1", 2, "fp16", [], False),
+        ("zero1", 4, "fp16", [], True),  # DeepSpeed's own fp16 halves weights and gradients
+        ("fsdp", 2, "bf16", [], True),
+        ("fsdp", 2, "bf16", ["--sample_steps=100"], False),  # evaluations gather the weights
+        ("fsdp", 2, "bf16", ["--hellaswag_steps=100"], False),
     ],
 )
-def test_what_xl_takes_on_16_gb(sharding, world_size, precision, fits):
-    config = parse_config([*XL, "--torch_compile=false"])
-    needed = step_memory(config, batch_arithmetic(config, world_size), precision=precision, sharding=sharding).peak
-    assert (needed <= HEADROOM * 16e9) == fits
-
-
-@pytest.mark.parametrize("evaluation", ["--sample_steps=100", "--hellaswag_steps=100"])
-def test_evaluations_hold_whole_weights_under_fsdp(evaluation):
-    config = parse_config([*XL, evaluation])
-    needed = step_memory(config, batch_arithmetic(config, 2), precision="bf16", sharding="fsdp").peak
-    assert needed > HEADROOM * 16e9
+def test_which_sharding_fits_gpt2_xl_on_16_gb(sharding, world_size, precision, options, fits):
+    config = parse_config([*XL, *options])
+    peak = step_memory(config, batch_arithmetic(config, world_size), precision=precision, sharding=sharding).peak
+    assert (peak <= HEADROOM * 16e9) == fits

@@ -1,4 +1,4 @@
-"""`micro_batch_size: auto`: the search on imaginary devices, and whole runs on a CPU that pretends to be one."""
+"""`micro_batch_size: auto`: the search on imaginary devices, and runs on a CPU that pretends to be one."""
 
 import json
 import shutil
@@ -15,10 +15,11 @@ from tests import processes as programs
 from tests.conftest import TINY, by_step, flags, forget_after, run_train
 
 SETTINGS = TINY | {"total_batch_tokens": 256, "sequence_length": 32, "dropout": 0.1, "micro_batch_size": "auto"}
+SETTINGS |= {"max_steps": 6, "save_steps": 4, "eval_steps": "end"}
 
 
 def run(shards, directory, memory: str, processes: int = 0, code: int = 0, **fields):
-    """A run on a CPU that plays a device with so many bytes."""
+    """A run on a CPU that pretends to be a device with `memory` bytes."""
     arguments = flags(**SETTINGS | {"dataset_name": shards, "output_dir": directory} | fields)
     variables = {"FIT_MEMORY": memory, "FIT_PARAMETERS": str(parameter_count(parse_config(arguments).model))}
     command = ("-m", "tests.estimate.micro_batch_probe", *arguments)
@@ -34,16 +35,16 @@ def losses(directory) -> list:
 @pytest.fixture(scope="module")
 def automatic(shards, tmp_path_factory):
     directory = tmp_path_factory.mktemp("auto") / "run"
-    return directory, run(shards, directory, "150e6", save_steps=4, eval_steps="end", max_steps=6)
+    return directory, run(shards, directory, "150e6")
 
 
-def test_a_run_with_auto_is_the_run_with_that_number(shards, automatic, tmp_path):
+def test_a_run_with_auto_equals_one_with_the_number_it_chooses(shards, automatic, tmp_path):
     directory, result = automatic
-    assert "micro      4 sequences a device: 0.1 GB of 0.1 GB, the peak of a trial step" in (result.stdout.splitlines())
+    assert "micro      4 sequences a device: 0.1 GB of 0.1 GB, the peak of a trial step" in result.stdout.splitlines()
     assert "batch      256 tokens = 1 process x 2 micro-steps x 4 sequences x 32" in result.stdout
-    given = run(shards, tmp_path / "run", "150e6", micro_batch_size=4, save_steps=4, eval_steps="end", max_steps=6)
-    assert "trial" not in given.stderr
-    assert "micro   " not in given.stdout
+    fixed = run(shards, tmp_path / "run", "150e6", micro_batch_size=4)
+    assert "trial" not in fixed.stderr
+    assert "micro   " not in fixed.stdout
     assert losses(directory) == losses(tmp_path / "run")
     weights = [load_file(d / "step_00000006" / "model.safetensors") for d in (directory, tmp_path / "run")]
     assert all((weights[0][name] == weights[1][name]).all() for name in weights[0])
@@ -52,23 +53,22 @@ def test_a_run_with_auto_is_the_run_with_that_number(shards, automatic, tmp_path
 
 
 @pytest.mark.slow
-def test_a_resumed_run_takes_the_number_it_began_with(shards, automatic, tmp_path):
-    fields = {"save_steps": 4, "eval_steps": "end", "max_steps": 6}
+def test_a_resumed_run_keeps_its_micro_batch_size(shards, automatic, tmp_path):
     directory = forget_after(4, shutil.copytree(automatic[0], tmp_path / "run"))
-    result = run(shards, directory, "90e6", **fields)
+    result = run(shards, directory, "90e6")
     assert "micro      4 sequences a device: as in the run's newest checkpoint" in result.stdout
     assert "trial" not in result.stderr
     assert losses(directory) == losses(automatic[0])
-    # A number given by hand is taken and reported; another way of training is tried again.
+    # A changed micro_batch_size is reported; a change that affects memory leads to new trials.
     forget_after(4, directory)
-    assert "micro_batch_size 4 -> 2" in run(shards, directory, "90e6", micro_batch_size=2, **fields).stdout
+    assert "micro_batch_size 4 -> 2" in run(shards, directory, "90e6", micro_batch_size=2).stdout
     forget_after(4, directory)
-    assert "trial" in run(shards, directory, "90e6", gradient_checkpointing="true", **fields).stderr
+    assert "trial" in run(shards, directory, "90e6", gradient_checkpointing="true").stderr
 
 
 @pytest.mark.slow
-def test_processes_take_what_fits_all_of_them(shards, tmp_path):
-    result = run(shards, tmp_path / "run", "150e6,90e6", processes=2, max_steps=5, eval_steps="end")
+def test_all_processes_use_the_micro_batch_that_fits_each(shards, tmp_path):
+    result = run(shards, tmp_path / "run", "150e6,90e6", processes=2)
     assert "batch      256 tokens = 2 processes x 2 micro-steps x 2 sequences x 32" in result.stdout
     assert "micro      2 sequences a device: 0.1 GB of 0.1 GB, the peak of a trial step" in result.stdout
 
@@ -78,39 +78,39 @@ MEDIUM = "--config=gpt2-medium --dataset_name=x "
 
 
 @pytest.mark.parametrize(
-    ("given", "sequences", "checkpointing"),
+    ("options", "sequences", "checkpointing"),
     [
         (XL + "--dry_run=h100", 16, False),
         (XL + "--dry_run=l40s", 64, True),  # 8 would not fit without
         (XL + "--dry_run=h100 --micro_batch_size=32", 32, True),
         (XL + "--dry_run=h100 --gradient_checkpointing", 128, True),
-        # 64 have more logits than 32 bits count
+        # 64 sequences have more than 2**31 logits
         (XL + "--dry_run=h100 --gradient_checkpointing --fused_loss=false", 32, True),
-        (XL + "--dry_run --precision=bf16", 8, True),  # memory is not known
+        (XL + "--dry_run --precision=bf16", 8, True),  # unknown memory
         (MEDIUM + "--dry_run=v3-8", 4, False),  # compiled ahead of time, 4 fit a core and 8 do not
         (MEDIUM + "--dry_run=v4-8", 8, False),
-        (MEDIUM + "--dry_run=v6e-8 --gradient_checkpointing=true", 8, True),  # never more: a TPU is not measured
-        # What the user gives stands.
+        (MEDIUM + "--dry_run=v6e-8 --gradient_checkpointing=true", 8, True),  # never more: a TPU takes no trial
+        # The user's values stay.
         (MEDIUM + "--dry_run=v5e-8 --micro_batch_size=16 --gradient_checkpointing=auto", 16, True),
         (MEDIUM + "--dry_run=2xT4", 4, False),
     ],
 )
-def test_a_plan_takes_what_is_estimated_to_fit(given, sequences, checkpointing):
-    """Without gradient checkpointing where a useful micro-batch fits so."""
-    config = parse_config(given.split())
-    asked, strategy = config.run.gradient_checkpointing, open_strategy(config.run.precision, config.run.plan_device)
-    config, line = micro_batch(fused_loss(config, strategy)[0], strategy)
-    assert config.optimizer.micro_batch_size == sequences
-    assert config.run.gradient_checkpointing is checkpointing
+def test_a_dry_run_chooses_by_the_estimate(options, sequences, checkpointing):
+    """Gradient checkpointing is off where a useful micro-batch fits without it."""
+    config = parse_config(options.split())
+    strategy = open_strategy(config.run.precision, config.run.plan_device)
+    result, line = micro_batch(fused_loss(config, strategy)[0], strategy)
+    assert result.optimizer.micro_batch_size == sequences
+    assert result.run.gradient_checkpointing is checkpointing
     assert "an estimate" in line or "without it a step does not fit" in line or "takes this elsewhere" in line
-    assert ("gradient checkpointing" in line) == (asked == "auto")
+    assert ("gradient checkpointing" in line) == (config.run.gradient_checkpointing == "auto")
 
 
 @pytest.mark.slow
 def test_trial_steps_choose_gradient_checkpointing(shards, tmp_path):
     fields = {"gradient_checkpointing": "auto", "micro_batch_size": 32, "total_batch_tokens": 4096, "n_layer": 16}
     fields |= {"n_embd": 64, "n_positions": 64, "sequence_length": 64, "loss_chunk_size": 64, "eval_tokens": 64}
-    fields |= {"max_steps": 2, "warmup_steps": 1}
+    fields |= {"max_steps": 2, "warmup_steps": 1, "eval_steps": 10, "save_steps": 10}
     result = run(shards, tmp_path / "run", "400e6", **fields)
     assert "trial" in result.stderr
     assert "32 sequences a device, without gradient checkpointing: 0.3 GB of 0.4 GB" in result.stdout
@@ -118,7 +118,7 @@ def test_trial_steps_choose_gradient_checkpointing(shards, tmp_path):
     assert "32 sequences a device, with gradient checkpointing: without it a step does not fit" in result.stdout
 
 
-def test_what_does_not_fit_at_all_is_refused_with_what_helps(shards, tmp_path):
+def test_a_model_that_does_not_fit_is_refused_with_advice(shards, tmp_path):
     fields = {"code": 2, "n_layer": 12, "n_embd": 64, "sequence_length": 64}
     result = run(shards, tmp_path / "run", "72e6", **fields)
     assert "error: not even one sequence per device fits" in result.stderr
@@ -126,11 +126,11 @@ def test_what_does_not_fit_at_all_is_refused_with_what_helps(shards, tmp_path):
     assert "optimizer state alone take 0.1 GB: FSDP" in run(shards, tmp_path / "run", "30e6", **fields).stderr
 
 
-def test_a_dry_run_estimates_and_a_cpu_takes_a_fixed_number(shards, tmp_path):
+def test_a_dry_run_estimates_and_a_cpu_uses_a_fixed_number(shards, tmp_path):
     result = run(shards, tmp_path / "run", "150e6", dry_run="true")
     assert "micro      4 sequences a device: 0.1 GB of 0.1 GB, an estimate; the run itself tries it" in result.stdout
     assert "trial" not in result.stderr
-    assert "learning_rate:" not in result.stdout  # the panel is what remains on the screen
+    assert "learning_rate:" not in result.stdout  # printed is the summary, not the configuration
     fields = SETTINGS | {"dataset_name": shards, "output_dir": tmp_path / "run", "total_batch_tokens": 768}
     result = run_train(*flags(**fields), "--dry_run")
     assert "micro      8 sequences a device: auto tries what fits on a GPU, and takes this elsewhere" in result.stdout
