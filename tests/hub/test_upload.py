@@ -139,8 +139,9 @@ def test_an_upload_is_retried_after_a_temporary_fault(hub, run, monkeypatch, fau
     assert_on_the_hub(hub, run)
 
 
-def test_a_refused_commit_is_not_retried(hub, run, capsys):
-    hub.faults.append(Fault(path="*/commit/*", status=403, times=ALWAYS))
+def test_a_refused_commit_is_not_retried(hub, run, capsys, monkeypatch):
+    monkeypatch.setattr(upload, "RETRY_PAUSE_S", 0.1)
+    hub.faults.append(Fault(path="*/commit/*", status=403, times=2))
     assert push(run) == 2
     assert hub.count("POST", "/commit/") == 1
     assert f"upload     to {REPO} failed: HTTP 403: " in capsys.readouterr().out
