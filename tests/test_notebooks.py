@@ -260,17 +260,17 @@ def test_the_run_with_the_newest_checkpoint_is_resumed(session, whole_run, tmp_p
     (tmp_path / "input" / "older" / "runs" / "others" / "step_00000500").mkdir(parents=True)
     older.chmod(0o555)
     run = tmp_path / "runs" / "mine"
-    session.take_up(run, tmp_path / "input")
+    session.restore_run(run, tmp_path / "input")
     assert names(run) == ["metrics.jsonl", "step_00000010"]
-    session.take_up(run, tmp_path / "input")  # it is in place already
+    session.restore_run(run, tmp_path / "input")  # it is in place already
     assert capsys.readouterr().out.splitlines() == [
         f"resuming   {older}, copied into {run}",
         f"resuming   {run} from step 10",
     ]
     shutil.copytree(whole_run[0], newer)
-    session.take_up(run, tmp_path / "input")
+    session.restore_run(run, tmp_path / "input")
     assert {"metrics.jsonl", "step_00000010", "step_00000020"} <= set(names(run))
-    session.take_up(tmp_path / "runs" / "new", tmp_path / "nowhere")
+    session.restore_run(tmp_path / "runs" / "new", tmp_path / "nowhere")
     assert "new run    no checkpoint of it under" in capsys.readouterr().out
 
 

@@ -26,7 +26,7 @@ class MixedDataset:
         for dataset, window in zip(self._datasets, windows_before(start + lo, self._counts, self._seed), strict=True):
             dataset.advance_to(window)
         g = start + np.arange(lo, hi, dtype=np.int64)
-        sources, windows = dealt(g, self._counts, self._seed)
+        sources, windows = deal(g, self._counts, self._seed)
         out = np.empty((len(g), self._datasets[0].sequence_length + 1), np.int64)
         for k, dataset in enumerate(self._datasets):
             out[sources == k] = dataset.windows_at(windows[sources == k])
@@ -50,7 +50,7 @@ class MixedDataset:
 Dataset = TokenDataset | MixedDataset  # what a run reads
 
 
-def dealt(g: np.ndarray, counts: tuple[int, ...], seed: int) -> tuple[np.ndarray, np.ndarray]:
+def deal(g: np.ndarray, counts: tuple[int, ...], seed: int) -> tuple[np.ndarray, np.ndarray]:
     """For windows `g`, (N,): the index of the dataset that supplies each, and its number among that dataset's windows,
     (N,), int64 each. In a block of 1,000 windows, a permutation keyed by (seed, block) gives each dataset its count."""
     sources = [_places(number // MIXTURE_PERIOD, counts, seed)[number % MIXTURE_PERIOD] for number in g.tolist()]

@@ -60,7 +60,7 @@ def prepare(data: DataConfig) -> Manifest:
         logger.info("data       %s is complete already: %s", out, _summary(manifest))
         return manifest
     out.mkdir(parents=True, exist_ok=True)
-    with alone_in(out):
+    with directory_lock(out):
         manifest = producer.open()
         continuing = f", continuing after {len(manifest.shards)} finished shards" if manifest.shards else ""
         logger.info("data       tokenizing %s into %s%s", producer.source, out, continuing)
@@ -91,7 +91,7 @@ def must_prepare(data: DataConfig) -> bool:
 
 
 @contextmanager
-def alone_in(out: Path, seconds: float = 0) -> Generator[None, None, None]:
+def directory_lock(out: Path, seconds: float = 0) -> Generator[None, None, None]:
     """Holds the lock of a directory of shards, after waiting up to `seconds` for it: two producers would overwrite each
     other's unfinished shards. The lock ends with its process. Raises UserError if it is not free in time."""
     try:

@@ -17,7 +17,7 @@ import numpy as np
 from recipe.config import ROOT, DataConfig
 from recipe.data.builder import POLL, STATUS, read_json, reader_path, write_json
 from recipe.data.dataset import TokenDataset
-from recipe.data.prepare import alone_in
+from recipe.data.prepare import directory_lock
 from recipe.data.shards import Manifest, ShardReader
 from recipe.utils.errors import UserError
 
@@ -37,7 +37,7 @@ class BuilderProcess:
         `saved_manifest` is from the checkpoint. Raises UserError if another run streams into the same directory."""
         self.out, self._closing, self._lock = Path(data.dataset_name), False, ExitStack()
         self.out.mkdir(parents=True, exist_ok=True)
-        self._lock.enter_context(alone_in(self.out, seconds=LOCK_TIMEOUT_S))  # before touching a file in it
+        self._lock.enter_context(directory_lock(self.out, seconds=LOCK_TIMEOUT_S))  # before touching a file in it
         for stale_file in [self.out / STATUS, *self.out.glob(".reader-*")]:
             stale_file.unlink(missing_ok=True)
         python_path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))

@@ -64,7 +64,7 @@ def run(command: str, essential: bool = True) -> bool:
     return exit_code == 0
 
 
-def take_up(run_dir: str | Path, search_dir: str | Path) -> None:
+def restore_run(run_dir: str | Path, search_dir: str | Path) -> None:
     """Copies an earlier session's copy of this run, anywhere under `search_dir`, into `run_dir` if it has a newer
     checkpoint. The training verifies the checkpoints and resumes from the newest complete one."""
     run_dir = Path(run_dir)

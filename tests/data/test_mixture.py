@@ -15,7 +15,7 @@ from eval.curves import read_run
 from eval.report import summarize, write_report
 from recipe.config import MixtureEntry, data_sets, parse_config
 from recipe.data.builder import read_json, reader_path
-from recipe.data.mixed import MixedDataset, dealt, windows_before
+from recipe.data.mixed import MixedDataset, deal, windows_before
 from recipe.data.prepare import main as prepare
 from recipe.hub.model_card import model_card
 from tests import processes
@@ -26,7 +26,7 @@ from tests.data import DOCUMENTS, TEXT, streams, write_jsonl
 @pytest.mark.parametrize("counts", [(700, 295, 5), (1000,), (0, 1000), (333, 333, 334), (1, 999)])
 def test_shares_are_exact_in_every_thousand_sequences(counts):
     g = np.arange(7_000, dtype=np.int64)
-    dataset, window = dealt(g, counts, seed=1337)
+    dataset, window = deal(g, counts, seed=1337)
     for thousand in dataset.reshape(7, 1000):
         assert np.bincount(thousand, minlength=len(counts)).tolist() == list(counts)
     for k, count in enumerate(counts):  # the windows of each data set are read in order
@@ -40,7 +40,7 @@ def test_a_reader_that_gets_no_window_of_a_stream_does_not_stall_it(prepared, tm
     """With room for two shards, one of two readers gets all windows of eight shards of the stream."""
     data = streams.config_of(prepared, tmp_path / "s", disk_budget_gb=streams.budget(prepared, 2))
     sets, steps, batch = [MixtureEntry("local", 500, None), MixtureEntry("stream", 500, None)], 75, 32
-    dataset, _ = dealt(np.arange(steps * batch), (500, 500), 3)
+    dataset, _ = deal(np.arange(steps * batch), (500, 500), 3)
     local, finished = streams.dataset_of(prepared), threading.Event()
     with streams.streaming(data, readers=2) as s:
         readers = [MixedDataset(sets, [local, stream], batch, 3) for stream in s.datasets]

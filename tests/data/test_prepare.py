@@ -22,7 +22,7 @@ import pytest
 from recipe.config import DataConfig
 from recipe.data.documents import LONGEST_PIECE, Column
 from recipe.data.hub_text import HubText
-from recipe.data.prepare import alone_in, main, prepare
+from recipe.data.prepare import directory_lock, main, prepare
 from recipe.data.shards import Manifest, OpenShard, find_shards
 from recipe.data.tokenizer import encoding, open_tokenizer
 from recipe.utils.errors import UserError
@@ -240,7 +240,7 @@ def test_complete_shards_are_left_alone_and_other_settings_are_refused(reference
 
 
 def test_two_preparations_into_one_directory_are_refused(reference, tmp_path):
-    with alone_in(tmp_path), pytest.raises(UserError, match="another process is making shards"):
+    with directory_lock(tmp_path), pytest.raises(UserError, match="another process is making shards"):
         prepare(data_of(reference.text, tmp_path))
 
 
