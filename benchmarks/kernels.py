@@ -15,7 +15,7 @@ from benchmarks import peer, report
 from benchmarks.runs import FIELDS, device, shards
 from recipe import train
 from recipe.config import parse_config
-from recipe.utils.errors import ArgumentParser
+from recipe.utils.errors import ArgumentParser, UserError
 
 WARMUP_STEPS, PROFILED_STEPS = 6, 10  # of optimizer steps; programs compile during warm-up
 
@@ -48,7 +48,7 @@ def main(argv: list[str]) -> int:
 
 
 def kernels(sizes: dict, flags: list[str], peer_kind: str) -> list[tuple[str, float, float]]:
-    """(name, launches, milliseconds) of each kernel in a step, the slowest first."""
+    """(name, launches, milliseconds) of each kernel in a step, the slowest first. Raises UserError if the run fails."""
     activity = ProfilerActivity.CPU if device().type == "cpu" else ProfilerActivity.CUDA
     profiler, steps_taken = profile(activities=[activity], acc_events=True), 0
 
@@ -74,9 +74,11 @@ def kernels(sizes: dict, flags: list[str], peer_kind: str) -> list[tuple[str, fl
                     peer.bare_loop(parse_config(train_args), peer_kind)
                 else:
                     train.main(train_args)
+                raise UserError("the run ended before its steps were profiled; it has printed why")
         finally:
             hook.remove()
     attribute = f"self_{'cpu' if activity == ProfilerActivity.CPU else 'device'}_time_total"  # microseconds
     events = profiler.key_averages()
     rows = [(e.key, e.count / PROFILED_STEPS, getattr(e, attribute) / 1e3 / PROFILED_STEPS) for e in events]
-    return sorted((row for row in rows if row[2]), key=lambda row: -row[2])
+    # An operator's own time is its time less its children's, which a clock that steps back can make negative.
+    return sorted((row for row in rows if row[2] > 0), key=lambda row: -row[2])

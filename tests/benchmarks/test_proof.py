@@ -131,12 +131,26 @@ def test_the_bundle_has_the_text_and_the_peer_of_any_directory(tmp_path):
         assert {"Makefile", "recipe/train.py", "model.py", "one text.txt"} <= set(archive.getnames())
 
 
+def kernels(out, *options: str):
+    sizes = "--n_layer=1 --n_head=2 --n_embd=32 --n_positions=32 --sequence_length=32 --precision=fp32"
+    flags = ["--micro_batch_size=4", "--torch_compile=false", f"--out={out}", *sizes.split(), *options]
+    return programs.run("-m", "benchmarks", "kernels", *flags)
+
+
 @pytest.mark.parametrize("peer", ["", "transformers"])
 def test_the_time_of_each_operator_in_a_step(peer, tmp_path):
-    sizes = "--n_layer=1 --n_head=2 --n_embd=32 --n_positions=32 --sequence_length=32 --precision=fp32"
-    words = ["--micro_batch_size=4", "--torch_compile=false", f"--peer={peer}", f"--out={tmp_path}", *sizes.split()]
-    printed = ok(programs.run("-m", "benchmarks", "kernels", *words)).stdout
-    found = {name: (calls, ms) for name, calls, ms in json.loads((tmp_path / "kernels.json").read_text())["kernels"]}
-    assert found["aten::addmm"][0] == 4  # c_attn, c_fc and two c_proj, forward
-    assert all(ms > 0 for _, ms in found.values())
-    assert "ms per step of 128 tokens" in printed
+    assert "ms per step of 128 tokens" in ok(kernels(tmp_path, f"--peer={peer}")).stdout
+    rows = json.loads((tmp_path / "kernels.json").read_text())["kernels"]
+    calls = {name: n for name, n, _ in rows}
+    assert calls["aten::addmm"] == 4  # c_attn, c_fc and two c_proj, forward
+    times = [ms for *_, ms in rows]
+    assert times == sorted(times, reverse=True)
+    assert times[-1] > 0
+
+
+def test_a_run_that_fails_is_not_profiled(tmp_path):
+    result = kernels(tmp_path, f"--init_from={tmp_path}")
+    assert result.returncode == 2
+    assert result.stderr.endswith("error: the run ended before its steps were profiled; it has printed why\n")
+    assert f"error: init_from {tmp_path}" in result.stderr
+    assert not (tmp_path / "kernels.json").exists()
