@@ -1,4 +1,4 @@
-"""Everything that is timed does the same work; the scoreboard drives recipe/train.py itself."""
+"""Peers do the same work as recipe/train.py, which the scoreboard times as a user starts it."""
 
 import json
 import subprocess
@@ -32,60 +32,52 @@ def directory():
 
 @pytest.fixture
 def start(directory):
-    """Words of a program, fields that differ -> a run, which is paused."""
-    started = []
+    """Starts a program (default: recipe/train.py) with these fields changed; it is killed after the test."""
+    started_runs = []
 
-    def start(*words, **differs) -> Run:
-        started.append(Run(list(words) or trainer(), FIELDS | differs, directory))
-        return started[-1]
+    def start(*program, **overrides) -> Run:
+        started_runs.append(Run(list(program) or trainer(), FIELDS | overrides, directory))
+        return started_runs[-1]
 
     yield start
-    for run in started:
+    for run in started_runs:
         run.close()
 
 
 @pytest.mark.parametrize("kind", ["transformers", pytest.param("trainer", marks=pytest.mark.slow)])
 def test_every_peer_takes_the_same_steps(kind, start):
-    """nanoGPT's is checked where it runs, as all are: other losses are void."""
-    ours, peer = start(), start("-m", "benchmarks.peer", kind)
-    measured = peers.compare(ours, peer, rounds=1, seconds=0.05, tolerance=0.01)
-    assert measured["losses_apart"] < 2e-5
-    assert ours.lines[peers.COMPARED_STEPS - 1]["loss"] < ours.lines[0]["loss"] - 0.01  # it learns
-    assert 0 < measured["low"] <= measured["ratio"] <= measured["high"]
-    assert min(measured["peak_memory_bytes"]) > 10**8
-
-
-def test_a_loss_that_is_read_every_ten_steps_is_compared_and_timed(start):
-    """As on a GPU, which would wait for each reading."""
-    ours, peer = start(logging_steps=10), start("-m", "benchmarks.peer", "transformers", logging_steps=10)
-    measured = peers.compare(ours, peer, rounds=1, seconds=0.05, tolerance=0.01)
-    assert measured["losses_apart"] < 2e-5
-    for run in (ours, peer):
-        assert [line["step"] for line in run.lines[:4]] == [1, 10, 20, 30]
+    """With losses read every ten steps, as on a GPU. nanoGPT's model is checked wherever it is compared."""
+    trainer_run, peer = start(logging_steps=10), start("-m", "benchmarks.peer", kind, logging_steps=10)
+    result = peers.compare(trainer_run, peer, rounds=1, seconds=0.05, tolerance=0.01)
+    assert result["losses_apart"] < 2e-5
+    assert 0 < result["low"] <= result["ratio"] <= result["high"]
+    assert min(result["peak_memory_bytes"]) > 10**8
+    for run in (trainer_run, peer):
+        assert [line["step"] for line in run.lines[:3]] == [1, 10, 20]
+    assert trainer_run.lines[2]["loss"] < trainer_run.lines[0]["loss"] - 0.01  # it learns
     first_step, start_time = peer.lines[-1]["step"], time.monotonic()
     rate = peer.turn(1.0)
     steps, seconds = peer.lines[-1]["step"] - first_step, time.monotonic() - start_time
     assert 1 / 3 < rate * seconds / (steps * FIELDS["total_batch_tokens"]) < 3, "tokens per second of ten steps"
 
 
-def test_other_work_and_a_run_that_fails_are_void(start):
-    """A model that is not the same one: its losses differ, and no ratio comes of it."""
+def test_a_peer_with_other_losses_and_a_run_that_fails_are_void(start):
     with pytest.raises(Void, match="losses differ"):
         peers.compare(start(), start(n_layer=1, n_embd=64), 1, 0.05, tolerance=0.01)
     with pytest.raises(Void, match="n_head"):
         start(n_head=3).turn(0)
     diverging = start("-m", "benchmarks.peer", "transformers", learning_rate=1e30)
-    with pytest.raises(Void, match="losses differ by nan"):  # though the first ones agree
+    with pytest.raises(Void, match="losses differ by nan"):  # although the first losses agree
         peers.compare(start(), diverging, 1, 0.05, tolerance=0.01)
 
 
 def test_a_program_takes_no_steps_between_its_turns(start):
     run = start()
     run.turn(0.1, min_steps=3)
-    taken = len(run.lines)
+    n_lines = len(run.lines)
     time.sleep(3)
     run.turn(0.1)
-    assert run.lines[taken + 1]["tokens_per_second"] > 128 / 3  # its step did not take the three seconds
+    assert run.lines[n_lines + 1]["tokens_per_second"] > 128 / 3  # the step did not take the three seconds of the pause
     assert [line["step"] for line in run.lines] == list(range(1, len(run.lines) + 1))
 
 
@@ -98,7 +90,7 @@ def test_the_compiled_peer_is_one_graph():
 
 
 def test_ratios_are_of_neighbors_in_time():
-    # the machine slows down to half in the middle: the pairs do not mind, a ratio of all to all would
+    # The machine's speed halves midway, which changes a ratio of means but not the ratios of pairs.
     clock = iter([2.0, 1.0, 1.1, 2.2, 1.0, 0.5, 0.5, 1.3])
     rates = interleave({"ours": lambda: next(clock), "peer": lambda: next(clock)}, rounds=2)
     assert rates == {"ours": [2.0, 2.2, 1.0, 1.3], "peer": [1.0, 1.1, 0.5, 0.5]}  # A B B A
@@ -106,11 +98,11 @@ def test_ratios_are_of_neighbors_in_time():
     assert ratio == pytest.approx({"ratio": 2.0, "low": 2.0, "high": 2.6})
 
 
-SEEN: list[dict] = []  # the fields of each, and what its program omits
+SEEN: list[dict] = []  # the fields of each run, and the optimizations that its program omits
 
 
 class Stopwatch:
-    """A run that takes no steps: its speed follows from its fields."""
+    """In place of Run: takes no steps, and its speed follows from its fields."""
 
     def __init__(self, program, fields, directory, processes):
         SEEN.append(fields | {"without": program[2] if program[1:2] == ["benchmarks.plain"] else ""})
@@ -127,42 +119,38 @@ class Stopwatch:
         pass
 
 
-def test_the_scoreboard_builds_on_what_is_kept(tmp_path, monkeypatch, capsys):
-    """A row that cannot be run and one that is not kept do not end the table, nor change what the others build on."""
+def test_each_row_of_the_scoreboard_builds_on_the_rows_kept_so_far(tmp_path, monkeypatch, capsys):
+    """A row that cannot run, or is not kept, neither ends the table nor changes what later rows build on."""
     monkeypatch.setattr(scoreboard, "Run", Stopwatch)
     SEEN.clear()
-    words = ["--sequences=4", "--sweep=micro_batch_size", "--processes", "2", f"--out={tmp_path}"]
-    assert scoreboard.main(words) == 0
+    arguments = ["--sequences=4", "--sweep=micro_batch_size", "--processes", "2", f"--out={tmp_path}"]
+    assert scoreboard.main(arguments) == 0
     rows = {row["name"]: row for row in json.loads((tmp_path / "scoreboard.json").read_text())["rows"]}
     assert (rows["tf32"]["tokens_per_second"], rows["tf32"]["source"]) == (None, "not here")
     assert rows["compile"]["gain"] == 3
-    assert "padded vocabulary" not in rows  # on a CPU nothing is
+    assert "padded vocabulary" not in rows  # a CPU does not pad it
     assert rows["(gradient checkpointing)"]["gain"] == 1.5
     assert {"micro_batch_size 1", "micro_batch_size 2", "micro_batch_size 4"} <= rows.keys()
     assert rows["2 processes"]["tokens_per_second"] == 600
-    assert {seen["total_batch_tokens"] for seen in SEEN[:-1]} == {4 * 128}  # all rows take the same steps
+    assert {fields["total_batch_tokens"] for fields in SEEN[:-1]} == {4 * 128}  # all rows take the same steps
     assert SEEN[-1]["total_batch_tokens"] == 8 * 128
     assert not SEEN[-1]["gradient_checkpointing"]
-    assert [seen["without"] for seen in SEEN[:7]] == [
-        *3 * ["attention,vocabulary,adamw"],
-        *2 * ["vocabulary,adamw"],
-        "",
-        "",
-    ]
+    omitted = ["attention,vocabulary,adamw"] * 3 + ["vocabulary,adamw"] * 2 + [""] * 2
+    assert [fields["without"] for fields in SEEN[:7]] == omitted
     assert scoreboard.main(["--minutes=0", f"--out={tmp_path}"]) == 0
     assert "time is up" in capsys.readouterr().out
 
 
-def test_several_machines_are_one_table_with_the_speed_up_over_its_first_row(tmp_path):
-    """And what others published has theirs: the scaling journal's goes from 1.0 to 4,723."""
+def test_several_machines_make_one_table_with_gains_over_the_first_row_of_each(tmp_path):
+    """Published rows have theirs too: those of the scaling journal go from 1.0 to 4,723."""
 
     def write(machine: str, rows: dict[str, tuple[str, float | None]]) -> str:
-        made = [
+        table_rows = [
             dict.fromkeys(scoreboard.COLUMNS)
             | {"machine": machine, "name": name, "size": size, "tokens_per_second": rate, "source": "measured"}
             for name, (size, rate) in rows.items()
         ]
-        (tmp_path / f"{machine}.json").write_text(json.dumps({"rows": made}))
+        (tmp_path / f"{machine}.json").write_text(json.dumps({"rows": table_rows}))
         return str(tmp_path / f"{machine}.json")
 
     files = [
@@ -173,7 +161,7 @@ def test_several_machines_are_one_table_with_the_speed_up_over_its_first_row(tmp
     lines = [line for line in (tmp_path / "scoreboard.md").read_text().splitlines() if line.startswith("|")]
     cells = [[cell.strip() for cell in line.split("|")] for line in lines]
     assert len({len(row) for row in cells}) == 1
-    gains = {(c[1], c[2]): c[5] for c in cells}
+    gains = {(row[1], row[2]): row[5] for row in cells}
     assert [gains["laptop", name] for name in ("tf32", "fp32", "gpt2-xl")] == ["", "1.00", ""]
     assert gains["server", "fp32"] == "200.00"
     assert gains["1 x M3", "fp32, on the CPU"] == "1.00"
@@ -181,10 +169,10 @@ def test_several_machines_are_one_table_with_the_speed_up_over_its_first_row(tmp
     assert gains["8 x TPU V3", "PyTorch/XLA, bf16"] == "32.84"
 
 
-def test_the_first_rows_take_the_same_steps(start):
-    """Without the optimizations that are no fields of a recipe."""
-    ours, plain = start(), start("-m", "benchmarks.plain", "attention,adamw,vocabulary")
-    assert peers.compare(ours, plain, rounds=1, seconds=0.05, tolerance=0.01)["losses_apart"] < 2e-5
+def test_without_optimizations_the_trainer_takes_the_same_steps(start):
+    """The scoreboard's first rows omit those that a recipe has no fields for."""
+    trainer_run, plain = start(), start("-m", "benchmarks.plain", "attention,adamw,vocabulary")
+    assert peers.compare(trainer_run, plain, rounds=1, seconds=0.05, tolerance=0.01)["losses_apart"] < 2e-5
 
 
 @pytest.fixture
@@ -196,14 +184,14 @@ def tiny(tmp_path) -> str:
 
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_the_scoreboard_times_the_trainer(processes, tiny, tmp_path, monkeypatch, capsys):
-    """`make scoreboard` without what compiles; with two processes, as `accelerate launch` starts it."""
+    """`make scoreboard` without the rows that compile; two processes are started by `accelerate launch`."""
     if processes > 1:
         monkeypatch.setattr(runs, "subprocess", subprocess)
-    whole = scoreboard.rows_of
-    chosen = {1: ("fp32", "tf32", "micro-batch 4"), 2: ("fp32", "2 processes")}[processes]
-    monkeypatch.setattr(scoreboard, "rows_of", lambda *a: [row for row in whole(*a) if row.name in chosen])
-    words = ["--config", tiny, "--sequences", "4", "--seconds", "0.2", "--processes", "2", "--out", str(tmp_path)]
-    assert bench.main(["scoreboard", *words]) == 0
+    all_rows = scoreboard.rows_of
+    names = {1: ("fp32", "tf32", "micro-batch 4"), 2: ("fp32", "2 processes")}[processes]
+    monkeypatch.setattr(scoreboard, "rows_of", lambda *a: [row for row in all_rows(*a) if row.name in names])
+    arguments = ["--config", tiny, "--sequences", "4", "--seconds", "0.2", "--processes", "2", "--out", str(tmp_path)]
+    assert bench.main(["scoreboard", *arguments]) == 0
     rows = {row["name"]: row for row in json.loads((tmp_path / "scoreboard.json").read_text())["rows"]}
     assert rows["fp32"]["tokens_per_second"] > 0
     assert rows["fp32"]["gain"] == 1
@@ -215,19 +203,19 @@ def test_the_scoreboard_times_the_trainer(processes, tiny, tmp_path, monkeypatch
     else:
         assert rows["2 processes"]["tokens_per_second"] > 0
     printed = capsys.readouterr().out
-    assert all(name in printed for name in chosen)
+    assert all(name in printed for name in names)
 
 
 def test_the_comparison_writes_a_table_and_json(tiny, tmp_path, capsys):
-    only = "bare loop, fp32, our"
-    words = ["--config", tiny, "--micro_batch_size=2", "--precision=fp32", "--rounds=1", "--seconds=0.05"]
-    assert bench.main(["peers", *words, f"--only={only}", f"--out={tmp_path}"]) == 0
+    name = "bare loop, fp32, our"
+    arguments = ["--config", tiny, "--micro_batch_size=2", "--precision=fp32", "--rounds=1", "--seconds=0.05"]
+    assert bench.main(["peers", *arguments, f"--only={name}", f"--out={tmp_path}"]) == 0
     (row,) = json.loads((tmp_path / "peers.json").read_text())["rows"]
     assert row["ratio"] > 0
-    assert only in capsys.readouterr().out
+    assert name in capsys.readouterr().out
 
 
-def test_mistakes_of_the_command_are_named(tmp_path, capsys):
+def test_a_wrong_path_is_named(tmp_path, capsys):
     assert bench.main(["peers", "--nanogpt", str(tmp_path), "--out", str(tmp_path)]) == 2
     assert "no model.py there" in capsys.readouterr().err
     assert bench.main(["scoreboard", "--config", "none-such", "--out", str(tmp_path)]) == 2

@@ -1,4 +1,4 @@
-"""python -m benchmarks proof: what one step does costs no other, and each result is on the disk at once."""
+"""python -m benchmarks proof, whose steps cannot harm each other, and the commands that it runs."""
 
 import json
 import re
@@ -14,8 +14,8 @@ from benchmarks.proof import Step
 from tests import processes as programs
 from tests.conftest import ROOT, ok
 
-SUCCEEDS = "import json, pathlib; pathlib.Path('found.json').write_text(json.dumps({'ratio': 1.2})); print('well')"
-# Paused, and in a session of its own, as a run of benchmarks/runs.py is between its turns; deaf to SIGTERM itself.
+SUCCEEDS = "import json, pathlib; pathlib.Path('speed.json').write_text(json.dumps({'ratio': 1.2})); print('well')"
+# Ignores SIGTERM; its child is paused and in a session of its own, like a run of benchmarks/runs.py between turns.
 HANGS = """
 import os, signal, subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
@@ -44,36 +44,40 @@ def test_a_step_that_fails_or_hangs_costs_only_itself(tmp_path, monkeypatch, cap
         step("sound", SUCCEEDS),
     ]
     assert proof.prove(steps, out, minutes=5) == 2
-    found = results(out)
-    assert {name: line["rc"] for name, line in found.items()} == {"01-broken": 1, "02-hanging": 124, "03-sound": 0}
-    assert found["01-broken"]["result"]["output"] == ["before", "no such kernel"]
-    assert found["03-sound"]["result"] == {"found": {"ratio": 1.2}, "output": ["well"]}
-    assert 3 <= found["02-hanging"]["seconds"] < 20
-    child = int(found["02-hanging"]["result"]["output"][0])
+    records = results(out)
+    assert {name: record["rc"] for name, record in records.items()} == {
+        "01-broken": 1,
+        "02-hanging": 124,
+        "03-sound": 0,
+    }
+    assert records["01-broken"]["result"]["output"] == ["before", "no such kernel"]
+    assert records["03-sound"]["result"] == {"speed": {"ratio": 1.2}, "output": ["well"]}
+    assert 3 <= records["02-hanging"]["seconds"] < 20
+    child = int(records["02-hanging"]["result"]["output"][0])
     assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
-    assert all(line["device"] and line["torch"] and line["command"][1] == "-c" for line in found.values())
+    assert all(r["device"] and r["torch"] and r["command"][1] == "-c" for r in records.values())
     printed = capsys.readouterr().out
     assert re.search(r"FAILED 01-broken in \d+ s: no such kernel", printed)
     assert "KILLED 02-hanging" in printed
     assert "1 of 3 steps have succeeded" in printed
 
 
-def test_the_same_command_takes_the_steps_that_are_missing(tmp_path, capsys):
-    out, counted = tmp_path / "proof", "open('../count', 'a').write('x')"
-    steps = [step("first", counted), step("second", "raise SystemExit(1)"), step("third", counted)]
+def test_a_second_run_repeats_only_the_steps_that_have_not_succeeded(tmp_path, capsys):
+    out, append_x = tmp_path / "proof", "open('../count', 'a').write('x')"
+    steps = [step("first", append_x), step("second", "raise SystemExit(1)"), step("third", append_x)]
     assert proof.prove(steps, out, minutes=0) == 3
     assert capsys.readouterr().out.count("not started, time is up") == 3
     assert results(out) == {}
     assert proof.prove(steps, out, minutes=5) == 1
-    steps[1] = step("second", counted)
+    steps[1] = step("second", append_x)
     assert proof.prove(steps, out, minutes=5) == 0
     assert (tmp_path / "proof-work/count").read_text() == "xxx"
     assert set(results(out)) == {"01-first", "02-second", "03-third"}
-    assert results(out)["02-second"]["before"]["rc"] == 1, "what a failure has said is kept"
+    assert results(out)["02-second"]["before"]["rc"] == 1, "the failure's record is kept"
 
 
 def test_what_was_measured_before_a_kill_is_kept(tmp_path, monkeypatch, capsys):
-    """A run's metrics, and a table that is written after each of its rows; and it is what is printed."""
+    """A run's metrics, and a table that is written after each of its rows: both are also printed."""
     monkeypatch.setattr(proof, "GRACE_S", 0.5)
     lines = [{"step": n, "loss": 11 - n, "tokens_per_second": 100 * n, "mfu": None} for n in range(6)]
     program = f"import json, os, time; os.mkdir('run'); lines = {lines}\n"
@@ -81,17 +85,17 @@ def test_what_was_measured_before_a_kill_is_kept(tmp_path, monkeypatch, capsys):
     rows = [{"name": "theirs", "ratio": 1.204, "void": ""}, {"name": "large", "ratio": None, "void": "out of memory"}]
     program += f"json.dump({ {'rows': rows} }, open('peers.json', 'w')); time.sleep(600)"
     proof.prove([step("killed", program, limit=4)], tmp_path / "proof", minutes=5)
-    found = results(tmp_path / "proof")["01-killed"]
-    assert found["rc"] == 124
-    assert found["result"]["peers"] == {"rows": rows}
-    assert found["result"]["tokens_per_second"] == 400
-    assert found["result"]["losses"] == [10, 9, 8, 7, 6]
+    record = results(tmp_path / "proof")["01-killed"]
+    assert record["rc"] == 124
+    assert record["result"]["peers"] == {"rows": rows}
+    assert record["result"]["tokens_per_second"] == 400
+    assert record["result"]["losses"] == [10, 9, 8, 7, 6]
     printed = capsys.readouterr().out
     assert "s: 1.20x theirs; large: out of memory; 400 tokens/s, MFU 0.0%, losses to 6" in printed
 
 
 def test_the_steps_are_commands_that_exist(tmp_path, capsys):
-    """In the order of their worth, within ten minutes as far as `deterministic` if each needs half of its limit."""
+    """The most valuable come first. Those up to `deterministic` take ten minutes if each needs half of its limit."""
     steps = proof.steps(nanogpt="", text="")
     names = [step.name for step in steps]
     assert names[:3] == ["fused-loss", "auto", "peers"]
@@ -99,9 +103,9 @@ def test_the_steps_are_commands_that_exist(tmp_path, capsys):
     assert "optimizers" not in names
     assert "optimizers" in [step.name for step in proof.steps(nanogpt="", text="books.jsonl")]
     for words in {tuple(step.arguments[:3]) for step in steps if step.arguments[1] == "benchmarks"}:
-        with pytest.raises(SystemExit) as ended:
+        with pytest.raises(SystemExit) as exit_info:
             bench.main([words[2], "--help"])
-        assert ended.value.code == 0
+        assert exit_info.value.code == 0
     assert bench.main(["proof", "--nanogpt", str(tmp_path), "--out", str(tmp_path)]) == 2
     assert "no model.py there" in capsys.readouterr().err
 
@@ -112,11 +116,11 @@ def test_the_ceiling_of_this_machine(tmp_path):
         "n_layer: 1\nn_head: 2\nn_embd: 32\nn_positions: 32\nsequence_length: 32\ndataset_name: data/none\n"
     )
     assert bench.main(["ceiling", "--config", str(recipe), "--out", str(tmp_path)]) == 0
-    found = json.loads((tmp_path / "ceiling.json").read_text())
-    assert len(found["flops"]) == 5
-    assert found["copied_bytes_per_second"] > 1e8
-    assert found["attention_ms"]["chosen"] > 0
-    assert "scaled_dot_product" in found["attention_ms"]["chosen is"]
+    result = json.loads((tmp_path / "ceiling.json").read_text())
+    assert len(result["flops"]) == 5
+    assert result["copied_bytes_per_second"] > 1e8
+    assert result["attention_ms"]["chosen"] > 0
+    assert "scaled_dot_product" in result["attention_ms"]["chosen is"]
 
 
 def test_the_bundle_has_the_text_and_the_peer_of_any_directory(tmp_path):
