@@ -1,4 +1,4 @@
-"""`make compare`: two models on the same text, with a paired interval."""
+"""`make compare`: two models on the same text, with paired intervals."""
 
 import dataclasses
 import json
@@ -20,7 +20,7 @@ def checkpoint(whole_run, tmp_path):
     return shutil.copytree(whole_run[0], tmp_path / "run") / "step_00000020"
 
 
-def test_a_run_beside_gpt2_on_the_same_text(checkpoint, model_dir, command, capsys):
+def test_a_run_is_compared_with_gpt2_on_the_same_text(checkpoint, model_dir, command, capsys):
     command(compare, checkpoint, "--other", model_dir, "--limit", 7, "--prompt", "A man is")
     out = capsys.readouterr().out
     comparison = json.loads((checkpoint / "results.json").read_text())["compare"]
@@ -31,47 +31,47 @@ def test_a_run_beside_gpt2_on_the_same_text(checkpoint, model_dir, command, caps
     assert loss["difference"] == pytest.approx(loss["ours"] - loss["theirs"], abs=1e-9)
     assert loss["ci95"][0] < loss["difference"] < loss["ci95"][1] < 0  # trained beside random weights
     rows = hellaswag.load_rows(7)
-    both = [hellaswag.accuracies(hellaswag.score_rows(load(x).lm, rows), rows) for x in (checkpoint, model_dir)]
-    expected = [[model[name] for model in both] for name in ACCURACIES]
+    results = [hellaswag.accuracies(hellaswag.score_rows(load(x).lm, rows), rows) for x in (checkpoint, model_dir)]
+    expected = [[result[name] for result in results] for name in ACCURACIES]
     assert [[row["ours"], row["theirs"]] for row in accuracies] == expected
     assert all(text.strip() for text in comparison["samples"])
     card = " ".join(model_card(checkpoint).split())
-    for shown in (f"{loss['ours']:.4f}", f"{loss['difference']:+.4f}", "HellaSwag acc_norm, llm.c-style"):
-        assert shown in out
-        assert shown in card
-    other = dataclasses.replace(load(model_dir), tokenizer=SimpleNamespace(get_vocab=dict))
+    for text in (f"{loss['ours']:.4f}", f"{loss['difference']:+.4f}", "HellaSwag acc_norm, llm.c-style"):
+        assert text in out
+        assert text in card
+    retokenized = dataclasses.replace(load(model_dir), tokenizer=SimpleNamespace(get_vocab=dict))
     arguments = SimpleNamespace(sequence_length=None, data=None)
-    assert compare.validation(arguments, load(checkpoint), other) == []
+    assert compare.validation(arguments, load(checkpoint), retokenized) == []
     assert "note: no validation loss: the tokenizers differ" in capsys.readouterr().out
     assert f"Compared with {model_dir.parent.name}/{model_dir.name}" in card
     assert str(model_dir.parent) not in card
 
 
-def test_without_the_runs_data_the_rest_is_compared(model_dir, shards, tiny_gpt2, tmp_path, command, capsys):
+def test_without_validation_data_only_hellaswag_is_compared(model_dir, shards, tiny_gpt2, tmp_path, command, capsys):
     output = tmp_path / "results.json"
     command(compare, model_dir, "--other", model_dir, "--limit", 2, "--output", output)
     rows = json.loads(output.read_text())["compare"]["rows"]
-    half = 1.96 / 4  # of two rows, and two more: one of four differs
-    assert [(row["difference"], row["ci95"]) for row in rows] == [(0.0, [-half, half])] * 4
+    half_width = 1.96 / 4  # two rows and the two that are added: one of four differs
+    assert [(row["difference"], row["ci95"]) for row in rows] == [(0.0, [-half_width, half_width])] * 4
     assert "note: no validation loss" in capsys.readouterr().out
     with pytest.raises(common.UserError, match="--data absent"):
         command(compare, model_dir, "--other", model_dir, "--data", "absent", "--output", output)
-    short = tiny_gpt2(32)
-    short.model.save_pretrained(tmp_path / "short")
-    short.tokenizer.save_pretrained(tmp_path / "short")
-    long = ("--data", shards, "--sequence_length", 64, "--output", output)
-    for both in ((model_dir, "--other", tmp_path / "short"), (tmp_path / "short", "--other", model_dir)):
+    short_model = tiny_gpt2(32)
+    short_model.model.save_pretrained(tmp_path / "short")
+    short_model.tokenizer.save_pretrained(tmp_path / "short")
+    too_long = ("--data", shards, "--sequence_length", 64, "--output", output)
+    for models in ((model_dir, "--other", tmp_path / "short"), (tmp_path / "short", "--other", model_dir)):
         with pytest.raises(common.UserError, match="--sequence_length 64: must be from 2 to 32"):
-            command(compare, *both, *long)
+            command(compare, *models, *too_long)
 
 
-@pytest.mark.parametrize(("ours_alone", "theirs_alone"), [(0.03, 0.01), (0.1, 0.1), (0.15, 0.05)])
-def test_the_paired_interval_covers_where_few_rows_differ(ours_alone, theirs_alone):
-    """40 rows a time; the shares are of the rows that only one of the models gets right."""
-    rng, inside = np.random.default_rng(1), 0
+@pytest.mark.parametrize(("only_ours", "only_theirs"), [(0.03, 0.01), (0.1, 0.1), (0.15, 0.05)])
+def test_the_paired_interval_covers_where_few_rows_differ(only_ours, only_theirs):
+    """1,000 draws of 40 rows. Parameters: the shares of rows that only one of the models gets right."""
+    rng, n_covered = np.random.default_rng(1), 0
     for _ in range(1000):
         draw = rng.random(40)
-        ours, theirs = draw < ours_alone, (draw >= ours_alone) & (draw < ours_alone + theirs_alone)
+        ours, theirs = draw < only_ours, (draw >= only_ours) & (draw < only_ours + only_theirs)
         low, high = compare.compare_means("", ours, theirs)["ci95"]
-        inside += low <= ours_alone - theirs_alone <= high
-    assert inside / 1000 >= 0.94
+        n_covered += low <= only_ours - only_theirs <= high
+    assert n_covered / 1000 >= 0.94

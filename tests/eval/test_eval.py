@@ -1,4 +1,4 @@
-"""Perplexity, sampling, and what the evaluation commands share: finding models, the metrics, results, errors."""
+"""Perplexity, sampling, and what all evaluation commands do: find models, refuse unsafe ones, keep results."""
 
 import contextlib
 import io
@@ -7,6 +7,7 @@ import math
 import os
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -73,12 +74,12 @@ def test_shards_equal_the_models_own_loss(model_dir, loaded, tmp_path, command, 
     assert "the first 4 of 5 windows" in result["scores"][0]["how"]
     with pytest.raises(common.UserError, match=r"tiny_shakespeare\.txt: no \.bin file there.* recipe\.data\.prepare"):
         perplexity.shard_windows(str(SHAKESPEARE), 32)  # whose bytes would be read as tokens
-    monkeypatch.chdir(tmp_path)  # by another path it is the same model, and elsewhere too
+    monkeypatch.chdir(tmp_path)  # the same model by another path, and then in another place
     for _ in range(2):
         (name,) = Path().glob("step_*")
         command(perplexity, name, "--limit_windows", 1)
-        again = json.loads((name / "results.json").read_text())["perplexity"]
-        assert (again["windows"], again["scores"]) == (1, result["scores"])
+        rerun = json.loads((name / "results.json").read_text())["perplexity"]
+        assert (rerun["windows"], rerun["scores"]) == (1, result["scores"])
         assert "keeps earlier scores" in capsys.readouterr().out
         name.rename("step_00000020")
 
@@ -95,12 +96,12 @@ def test_a_glob_is_read_as_the_trainer_reads_it(model_dir, tmp_path, command):
     assert [window[0] for window in perplexity.shard_windows(pattern, 32)[0]] == trained_on
 
 
-def test_a_look_at_a_part_replaces_no_result_of_all_and_another_task_none(tmp_path, capsys):
+def test_a_partial_evaluation_replaces_neither_full_scores_nor_other_tasks(tmp_path, capsys):
     def write(task, value, complete, model="a"):
         score = scores.score({"dataset_type": task, "dataset_name": task}, ("accuracy", "acc"), value, "")
         common.write_results(path, "lm_eval", {"model": model, "scores": [score | {"complete": complete}]})
-        known = json.loads(path.read_text())["lm_eval"]["scores"]
-        return {one["dataset_name"]: one["metric_value"] for one in known}
+        stored = json.loads(path.read_text())["lm_eval"]["scores"]
+        return {entry["dataset_name"]: entry["metric_value"] for entry in stored}
 
     path = tmp_path / "results.json"
     assert write("arc", 0.2, False) == {"arc": 0.2}
@@ -134,27 +135,27 @@ def test_models_that_are_not_gpt2_are_scored_or_refused(kind, model_dir, tmp_pat
     assert hellaswag.correct(hellaswag.score_rows(loaded.lm, rows), rows)["llmc_acc"].shape == (2,)
 
 
-def test_temperature_0_takes_the_likeliest_whatever_the_model_would_do(loaded, model_dir, tmp_path):
+def test_temperature_0_takes_the_likeliest_whatever_the_models_generation_config(loaded, model_dir, tmp_path):
     shutil.copytree(model_dir, tmp_path, dirs_exist_ok=True)
     (tmp_path / "generation_config.json").write_text('{"do_sample": true, "repetition_penalty": 5.0}')
-    other, texts = load(tmp_path), set()
-    for one, seed in ((loaded, 1), (other, 1), (other, 2)):
+    configured, texts = load(tmp_path), set()
+    for model, seed in ((loaded, 1), (configured, 1), (configured, 2)):
         options = ["--temperature", "0", "--seed", str(seed), "--max_new_tokens", "8"]
-        texts |= {*sample.generate(one, "The", sample.arguments().parse_args(options))}
+        texts |= {*sample.generate(model, "The", sample.arguments().parse_args(options))}
     assert len(texts) == 1
 
 
 @pytest.mark.parametrize(
-    ("largest", "manifest", "said"),
+    ("largest", "manifest", "message"),
     [
         (4095, {"vocab_size": 4096}, "tokenizer has 4,096 tokens, the model's 50,257"),
         (60_000, {"shards": []}, "tokenizer has 60,001 tokens"),
     ],
 )
-def test_shards_of_another_tokenizer_are_refused(model_dir, tmp_path, command, largest, manifest, said):
+def test_shards_of_another_tokenizer_are_refused(model_dir, tmp_path, command, largest, manifest, message):
     write_shard(tmp_path / "a_val_000000.bin", np.full(40, largest))
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(common.UserError, match=said):
+    with pytest.raises(common.UserError, match=message):
         command(perplexity, model_dir, "--data", tmp_path, "--sequence_length", 32)
 
 
@@ -192,22 +193,21 @@ def test_the_hellaswag_metric_by_hand(tmp_path):
 
 
 def sampled(loaded, capsys, *flags: str, prompt: str = "A man is") -> tuple[list[str], str]:
-    """The texts and the screen of `generate`."""
+    """What `generate` returns and prints."""
     args = sample.arguments().parse_args(["--max_new_tokens", "6", *flags])
     return sample.generate(loaded, prompt, args), capsys.readouterr().out
 
 
-def test_a_sample_is_its_seeds_however_many_there_are(loaded, capsys):
+def test_a_sample_depends_on_its_seed_and_not_on_the_number_of_samples(loaded, capsys):
     alone = [sampled(loaded, capsys, "--seed", str(seed))[0][0] for seed in range(5, 8)]
     assert len(set(alone)) == 3
     together, screen = sampled(loaded, capsys, "--num_samples", "3", "--seed", "5")
     assert together == alone
-    # All are on the screen, in order, each under its seed.
-    parts = screen.strip().split("--- sample ")[1:]
-    assert [p.strip() for p in parts] == [f"{i + 1} of 3 (seed {5 + i})\nA man is{t}" for i, t in enumerate(together)]
+    printed = [part.strip() for part in screen.split("--- sample ")[1:]]
+    assert printed == [f"{i + 1} of 3 (seed {5 + i})\nA man is{t}" for i, t in enumerate(together)]
 
 
-def test_temperature_top_k_and_top_p_are_at_work(loaded, capsys):
+def test_temperature_top_k_and_top_p_take_effect(loaded, capsys):
     ids = torch.tensor([loaded.tokenizer.encode("A man is")])
     options = {"do_sample": False, "max_new_tokens": 6, "pad_token_id": END_OF_TEXT}
     out = loaded.model.generate(ids, attention_mask=torch.ones_like(ids), **options)
@@ -217,7 +217,7 @@ def test_temperature_top_k_and_top_p_are_at_work(loaded, capsys):
     assert sampled(loaded, capsys, "--top_k", "0", "--temperature", "1", "--seed", "2")[0] != greedy
 
 
-def test_a_prompt_that_fits_is_used_whole_and_another_loses_its_beginning(loaded, capsys):
+def test_a_prompt_that_fits_is_used_in_full_and_a_longer_one_is_truncated_on_the_left(loaded, capsys):
     words = [f" {word}" for word in ("one", "two", "three", "four") * 25]
     flags = ["--max_new_tokens", "4", "--temperature", "0"]
     long, screen = sampled(loaded, capsys, *flags, prompt="".join(words))
@@ -245,11 +245,11 @@ def test_interactive_continues_what_is_piped_in(loaded, model_dir, command, tmp_
     assert not list(tmp_path.iterdir())
 
 
-def test_a_prompt_that_is_not_utf8_is_read_as_far_as_it_can_be(model_dir, command, tmp_path):
+def test_bytes_of_a_prompt_that_are_not_utf8_are_replaced(model_dir, command, tmp_path):
     prompt, output = os.fsdecode(b"caf\xe9"), tmp_path / "results.json"
     command(sample, model_dir, "--prompt", prompt, "--max_new_tokens", 2, "--output", output)
     command(compare, model_dir, "--other", model_dir, "--prompt", prompt, "--limit", 1, "--output", output)
-    assert [one["prompt"] for one in json.loads(output.read_text()).values()] == ["caf\ufffd"] * 2
+    assert [result["prompt"] for result in json.loads(output.read_text()).values()] == ["caf\ufffd"] * 2
 
 
 # Finding models, results, errors
@@ -263,7 +263,7 @@ def file_of(age: int, path: Path) -> Path:
 
 
 def test_newest_run_and_step(tmp_path, capsys):
-    """By the checkpoints' own times: not by those of logs and results, which are written later, nor of directories."""
+    """By the times of the manifests, not of directories, or of logs and results, which are written later."""
     with pytest.raises(common.UserError, match="no run given, and none under"):
         common.newest_run(tmp_path)
     first = file_of(60, tmp_path / "logs" / "metrics.jsonl")
@@ -280,8 +280,8 @@ def test_newest_run_and_step(tmp_path, capsys):
     assert common.resolve_model("openai-community/gpt2") == ("openai-community/gpt2", None)
 
 
-class Told:
-    """Its pickle, when it is loaded, makes a file."""
+class Payload:
+    """Creates a file when its pickle is loaded."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -290,25 +290,24 @@ class Told:
         return Path.touch, (self.path,)
 
 
-@pytest.mark.parametrize("module", [sample, perplexity, hellaswag])
-def test_a_hostile_model_neither_unpickles_nor_runs_code(module, model_dir, tmp_path, command, monkeypatch, capsys):
-    """SECURITY.md. With a pickle it is refused with the way out; code that its files name is neither run nor asked
-    about."""
-    model, told = tmp_path / "model", tmp_path / "told"
+def test_a_hostile_model_neither_unpickles_nor_runs_code(model_dir, tmp_path, command, monkeypatch, capsys):
+    """SECURITY.md: a pickle is refused with the way out; code that the files name is neither run nor asked about."""
+    model, created = tmp_path / "model", tmp_path / "created"
     shutil.copytree(model_dir, model)
     weights = (model / "model.safetensors").rename(tmp_path / "kept")
     config = json.loads((model / "config.json").read_text())
     for name in ("pytorch_model.bin", "adapter_model.bin"):
-        torch.save(Told(told), model / name)
-    for settings in (config, config | {"transformers_weights": "adapter_model.bin"}):
+        torch.save(Payload(created), model / name)
+    named = config | {"transformers_weights": "adapter_model.bin"}
+    for module, settings in ((sample, config), (perplexity, named), (hellaswag, config), (hellaswag, named)):
         (model / "config.json").write_text(json.dumps(settings))
         with pytest.raises(SystemExit):
-            common.run_main(lambda: command(module, model))
+            common.run_main(partial(command, module, model))
         error = capsys.readouterr().err
         assert f"error: {model}: no model.safetensors; pytorch_model.bin and the like are pickles" in error
         assert f"AutoModelForCausalLM.from_pretrained('{model}').save_pretrained('converted')" in error
         assert error.count("\n") == 1
-    code = f"from pathlib import Path\nPath({str(told)!r}).touch()\nfrom transformers import GPT2Config as C\n"
+    code = f"from pathlib import Path\nPath({str(created)!r}).touch()\nfrom transformers import GPT2Config as C\n"
     (model / "theirs.py").write_text(code + "from transformers import GPT2LMHeadModel as M, GPT2Tokenizer as T\n")
     mapped = {"AutoConfig": "theirs.C", "AutoModelForCausalLM": "theirs.M", "AutoTokenizer": ["theirs.T", "theirs.T"]}
     (model / "tokenizer_config.json").write_text(json.dumps({"auto_map": mapped, "tokenizer_class": "Theirs"}))
@@ -318,25 +317,24 @@ def test_a_hostile_model_neither_unpickles_nor_runs_code(module, model_dir, tmp_
         (model / "config.json").write_text(json.dumps(settings))
         with contextlib.suppress(common.UserError):
             load(model)
-    assert not told.exists()
+    assert not created.exists()
 
 
-@pytest.mark.parametrize("module", [sample, perplexity])
-def test_a_flipped_bit_gets_no_score(module, whole_run, tmp_path, command, capsys):
+def test_a_flipped_bit_gets_no_score(whole_run, tmp_path, command, capsys):
     checkpoint = shutil.copytree(whole_run[0] / "step_00000020", tmp_path / "step_00000020")
     data = bytearray((checkpoint / "model.safetensors").read_bytes())
     data[-7] ^= 1
     (checkpoint / "model.safetensors").write_bytes(data)
-    with pytest.raises(SystemExit) as stopped:
-        common.run_main(lambda: command(module, checkpoint))
-    assert stopped.value.code == 2
+    with pytest.raises(SystemExit) as exit_info:
+        common.run_main(lambda: command(perplexity, checkpoint))
+    assert exit_info.value.code == 2
     error = capsys.readouterr().err
     assert f"model {checkpoint}: model.safetensors does not match its checksum in manifest.json" in error
     assert error.count("\n") == 1
     assert not (checkpoint / "results.json").exists()
 
 
-def test_what_is_no_whole_model_is_refused(model_dir, tmp_path):
+def test_an_incomplete_model_is_refused(model_dir, tmp_path):
     with pytest.raises(common.UserError, match="nor a step_<number> directory"):
         load(tmp_path)
     for name in MODEL_FILES:
@@ -352,15 +350,15 @@ def test_what_is_no_whole_model_is_refused(model_dir, tmp_path):
         load(tmp_path)
 
 
-def test_a_models_logits_are_transformers(tiny_gpt2, loaded):
-    """Although its GELU is one operation in place of seven."""
+def test_logits_equal_those_of_transformers(tiny_gpt2, loaded):
+    """Although the GELU is one operation instead of seven."""
     ids, activation = torch.arange(60).view(2, 30), loaded.model.config.activation_function
     assert activation == "gelu_pytorch_tanh"
     with torch.no_grad():
         torch.testing.assert_close(loaded.model(ids).logits, tiny_gpt2(64).model(ids).logits, atol=1e-4, rtol=1e-5)
 
 
-def test_results_that_are_not_ours_stay(tmp_path):
+def test_a_file_of_something_else_is_not_overwritten_with_results(tmp_path):
     path = tmp_path / "results.json"
     path.write_text("[1, 2]")
     with pytest.raises(common.UserError, match="not a JSON object"):
@@ -369,16 +367,16 @@ def test_results_that_are_not_ours_stay(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("raised", "code", "said"), [(KeyboardInterrupt, 130, ""), (torch.OutOfMemoryError, 2, "Lower ")]
+    ("error", "code", "message"), [(KeyboardInterrupt, 130, ""), (torch.OutOfMemoryError, 2, "Lower ")]
 )
-def test_an_end_that_is_no_mistake_of_ours_is_no_traceback(raised, code, said, capsys):
+def test_an_interrupt_and_out_of_memory_print_no_traceback(error, code, message, capsys):
     def main():
-        raise raised
+        raise error
 
-    with pytest.raises(SystemExit) as stopped:
+    with pytest.raises(SystemExit) as exit_info:
         common.run_main(main)
-    assert stopped.value.code == code
-    assert said in capsys.readouterr().err
+    assert exit_info.value.code == code
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -393,7 +391,7 @@ def test_an_end_that_is_no_mistake_of_ours_is_no_traceback(raised, code, said, c
 )
 def test_wrong_arguments_exit_2(module, arguments, message, model_dir, command, capsys):
     arguments = [str(model_dir) if argument == "MODEL" else argument for argument in arguments]
-    with pytest.raises(SystemExit) as stopped:
+    with pytest.raises(SystemExit) as exit_info:
         common.run_main(lambda: command(module, *arguments))
-    assert stopped.value.code == 2
+    assert exit_info.value.code == 2
     assert message in capsys.readouterr().err

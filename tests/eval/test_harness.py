@@ -1,5 +1,6 @@
-"""lm-evaluation-harness on our model: its tasks on local rows, its numbers beside ours, the error if it is missing."""
+"""lm-evaluation-harness on our models: its numbers against ours, on local rows, and its errors."""
 
+import functools
 import importlib.util
 import json
 import math
@@ -22,7 +23,7 @@ def needs_lm_eval():
 
 
 @pytest.mark.slow
-def test_agrees_with_our_own(whole_run, tmp_path, command, capfd):
+def test_the_harness_agrees_with_our_scores(whole_run, tmp_path, command, capfd):
     needs_lm_eval()
     checkpoint = shutil.copytree(whole_run[0] / "step_00000020", tmp_path / "step_00000020")
     output = checkpoint / "results.json"
@@ -40,27 +41,30 @@ def test_agrees_with_our_own(whole_run, tmp_path, command, capfd):
     assert result["limit"] == 3
     assert result["version"].startswith("0.4")
     assert result["model"].endswith("step_00000020")
-    card = model_card(checkpoint)  # which reads what this command writes
+    card = model_card(checkpoint)
     assert card.count(f"lm-evaluation-harness {result['version']}, limit 3, in float32, 3 rows |") == 4
     assert card.count(f"lm-evaluation-harness {result['version']}, limit 3, in float32, 2 rows |") == 3
 
     loaded = load(whole_run[0])
     scores = {(row["dataset_name"], row["metric_name"]): row for row in result["scores"]}
-    ours = hellaswag.count_correct(loaded.lm, hellaswag.load_rows(3))
+    counts = hellaswag.count_correct(loaded.lm, hellaswag.load_rows(3))
     assert result["versions"]["hellaswag"] == 1.0
     assert {name: scores["hellaswag", name]["metric_value"] * 3 for name in ("acc", "acc_norm")} == pytest.approx(
-        {name: ours[f"lmeval_{name}"] for name in ("acc", "acc_norm")}
+        {name: counts[f"lmeval_{name}"] for name in ("acc", "acc_norm")}
     )
-    theirs = scores["lambada_openai", "perplexity"]
-    losses = score(
-        loaded.lm, [[Request(loaded.encode(text), 1)] for text in TEXTS[:3]], batch_size=3
-    )  # a last word each
-    assert theirs["metric_value"] == pytest.approx(math.exp(-sum(nats for (nats,) in losses) / 3), rel=1e-3)
-    assert theirs["ci95"] > 0
+    lambada = scores["lambada_openai", "perplexity"]
+    last_words = [[Request(loaded.encode(text), 1)] for text in TEXTS[:3]]
+    log_likelihoods = score(loaded.lm, last_words, batch_size=3)
+    assert lambada["metric_value"] == pytest.approx(math.exp(-sum(nats for (nats,) in log_likelihoods) / 3), rel=1e-3)
+    assert lambada["ci95"] > 0
 
 
-def test_what_cannot_be_run_is_said(model_dir, command, monkeypatch, tmp_path, capsys):
+def test_a_task_that_cannot_run_is_named(model_dir, command, monkeypatch, capsys):
     needs_lm_eval()
+    import lm_eval.tasks
+
+    # Its index of all tasks takes seconds to build.
+    monkeypatch.setattr(lm_eval.tasks, "TaskManager", functools.cache(lm_eval.tasks.TaskManager))
     with pytest.raises(common.UserError, match="--tasks no_such: lm-eval has no such task"):
         command(harness, model_dir, "--tasks", "no_such,hellaswag")
     with pytest.raises(SystemExit):  # without a network

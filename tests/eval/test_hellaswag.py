@@ -1,6 +1,7 @@
-"""HellaSwag: llm.c-style by hand, lm-eval-style beside the harness, shared contexts, and ranks that share rows."""
+"""HellaSwag: llm.c-style by hand, lm-eval-style against the harness, shared contexts, and rows split over ranks."""
 
 import dataclasses
+from functools import partial
 
 import numpy as np
 import pytest
@@ -21,18 +22,18 @@ def letters(text: str) -> list[int]:
 
 
 def bigram(probabilities: dict[tuple[str, str], float]) -> LanguageModel:
-    """A model in which p(next | previous) is as given; pairs that are not given are impossible (e^-100)."""
+    """A model in which p(next | previous) is as given; other pairs are impossible (e^-100)."""
     table = torch.full((128, 128), -100.0)
-    for (previous, following), p in probabilities.items():
-        table[ord(previous), ord(following)] = np.log(p)
+    for (previous, character), p in probabilities.items():
+        table[ord(previous), ord(character)] = np.log(p)
     # The rest of each row's mass goes to token 0, which no text contains.
     table[:, 0] = (1 - table.exp().sum(1)).clamp(min=1e-9).log()
     return LanguageModel(lambda ids, *_: table[ids], lambda logits: logits, letters, 50, torch.device("cpu"))
 
 
-def assert_same(ours: hellaswag.Scores, theirs: hellaswag.Scores) -> None:
-    for way in hellaswag.STYLES:
-        assert ours[way][0] == pytest.approx(theirs[way][0], abs=2e-3)
+def assert_same(scores: hellaswag.Scores, expected: hellaswag.Scores) -> None:
+    for style in hellaswag.STYLES:
+        assert scores[style][0] == pytest.approx(expected[style][0], abs=2e-3)
 
 
 def test_llmc_style_by_hand():
@@ -43,17 +44,17 @@ def test_llmc_style_by_hand():
     assert log_likelihoods == pytest.approx(np.log([0.18, 0.162, 0.018, 0.09]), abs=1e-5)
     assert lengths.tolist() == [2, 3, 3, 2]
     # By sum the first ending wins; per token the second: .162^(1/3) = .545 against .18^(1/2) = .424.
-    for label, right in ((0, (1, 0)), (1, (0, 1))):
+    for label, expected in ((0, (1, 0)), (1, (0, 1))):
         counts = hellaswag.count_correct(bigram(p), [row | {"label": label}])
-        assert (counts["llmc_acc"], counts["llmc_acc_norm"]) == right
+        assert (counts["llmc_acc"], counts["llmc_acc_norm"]) == expected
 
 
-def test_what_each_way_encodes(tiny_gpt2):
+def test_what_each_style_encodes(tiny_gpt2):
     encode, decode = tiny_gpt2().encode, tiny_gpt2().tokenizer.decode
     (first, second, *_), _ = hellaswag.encode_row(
         encode, ROW | {"ctx": "He sp", "endings": ["in", "lit.", "a"]}, "llmc"
     )
-    assert first.tokens == encode("He sp") + encode(" in")  # context and ending apart
+    assert first.tokens == encode("He sp") + encode(" in")  # separately
     assert decode(second.tokens[-second.n_scored :]) == " lit."
 
     row = ROW | {"activity_label": "Tidy", "ctx_a": " A [title] b [x]", "ctx_b": "tHEN", "endings": ["a [step] b"] * 4}
@@ -67,28 +68,30 @@ def test_what_each_way_encodes(tiny_gpt2):
 
 
 @pytest.mark.parametrize(("n_positions", "limit"), [(1024, 8), pytest.param(52, 12, marks=pytest.mark.slow)])
-def test_lm_eval_style_equals_lm_evaluation_harness(n_positions, limit, tiny_gpt2, tmp_path):
+def test_lm_eval_style_equals_lm_evaluation_harness(n_positions, limit, tiny_gpt2, tmp_path, monkeypatch):
     """At 52 positions some requests are cut on the left."""
     pytest.importorskip("lm_eval", reason="needs lm-eval (pip install -e '.[eval]')")
+    import lm_eval.tasks
+
     from eval import harness
 
     rows, loaded = hellaswag.load_rows(limit), tiny_gpt2(n_positions, initializer_range=0.5)
-    theirs = harness.evaluate(
-        loaded, ["hellaswag"], batch_size=8, include=local_tasks(tmp_path / "tasks", hellaswag=rows)
-    )
-    samples = sorted(theirs["samples"]["hellaswag"], key=lambda sample: sample["doc_id"])
+    # Its index of all tasks takes seconds to build.
+    monkeypatch.setattr(lm_eval.tasks, "TaskManager", partial(lm_eval.tasks.TaskManager, include_defaults=False))
+    local = local_tasks(tmp_path / "tasks", hellaswag=rows)
+    results = harness.evaluate(loaded, ["hellaswag"], batch_size=8, include=local)
+    samples = sorted(results["samples"]["hellaswag"], key=lambda sample: sample["doc_id"])
     expected = np.array([[choice[0] for choice in sample["filtered_resps"]] for sample in samples])
 
-    ours = hellaswag.score_rows(loaded.lm, rows, batch_size=7)
-    np.testing.assert_allclose(ours["lmeval"][0], expected, atol=1e-3, rtol=0)
+    scores = hellaswag.score_rows(loaded.lm, rows, batch_size=7)
+    np.testing.assert_allclose(scores["lmeval"][0], expected, atol=1e-3, rtol=0)
     requests = [r for row in rows for r in hellaswag.encode_row(loaded.encode, row, "lmeval")[0]]
     assert (sum(len(r.tokens) > n_positions + 1 for r in requests) > 5) == (n_positions == 52)
     assert expected.std() > 10  # far from uniform
     counts = hellaswag.count_correct(loaded.lm, rows, batch_size=7)
     for name in ("acc", "acc_norm"):
-        assert counts[f"lmeval_{name}"] / limit == pytest.approx(
-            theirs["results"]["hellaswag"][f"{name},none"], abs=1e-12
-        )
+        expected_accuracy = results["results"]["hellaswag"][f"{name},none"]
+        assert counts[f"lmeval_{name}"] / limit == pytest.approx(expected_accuracy, abs=1e-12)
 
 
 def test_too_long_requests_lose_their_context_first():
@@ -100,7 +103,7 @@ def test_too_long_requests_lose_their_context_first():
         return torch.zeros(*ids.shape, 128)
 
     model = LanguageModel(uniform, lambda logits: logits, letters, 3, torch.device("cpu"))
-    # Each by itself: what they see is not the same.
+    # Each in a row of its own, since they no longer have the same context.
     (scores,) = score(model, [[Request([1, 2, 3, 4, 5, 6], 2), Request([1, 2, 3, 4, 5, 6], 5)]], batch_size=1)
     assert seen == [([[3, 4, 5], [3, 4, 5]], [[0, 1, 2], [0, 1, 2]])]
     assert scores == pytest.approx([-2 * np.log(128), -3 * np.log(128)], abs=1e-5)
@@ -108,35 +111,35 @@ def test_too_long_requests_lose_their_context_first():
 
 @pytest.mark.parametrize("n_positions", [1024, pytest.param(60, marks=pytest.mark.slow)])
 def test_sharing_and_padding_change_no_score(n_positions, tiny_gpt2):
-    """At 60 positions some rows are cut, and stand alone; others do not share all of the context."""
+    """At 60 positions some rows are truncated, and share nothing; others share part of their context."""
     model, rows = tiny_gpt2(n_positions, initializer_range=0.5).lm, hellaswag.load_rows(40)[::2]
-    shapes, scored = [], set()
+    shapes, head_sizes = [], set()
 
     def body(ids, *rest):
         shapes.append(tuple(ids.shape))
         return model.body(ids, *rest)
 
     def head(states):
-        scored.add(len(states))
+        head_sizes.add(len(states))
         return model.head(states)
 
     def run(**changes):
         shapes.clear()
-        scored.clear()
-        answers = hellaswag.score_rows(dataclasses.replace(model, body=body, head=head, **changes), rows, batch_size=6)
-        return answers, sum(n * t for n, t in shapes)
+        head_sizes.clear()
+        scores = hellaswag.score_rows(dataclasses.replace(model, body=body, head=head, **changes), rows, batch_size=6)
+        return scores, sum(n * t for n, t in shapes)
 
-    (together, few), (apart, many) = run(), run(shares_contexts=False)
+    (shared, n_shared), (separate, n_separate) = run(), run(shares_contexts=False)
     assert model.shares_contexts
-    assert_same(together, apart)
-    assert few < (0.6 if n_positions == 1024 else 0.8) * many
-    filled, _ = run(multiples=(16, 64, 128))  # for a device that compiles each shape: few of them
-    assert_same(together, filled)
+    assert_same(shared, separate)
+    assert n_shared < (0.6 if n_positions == 1024 else 0.8) * n_separate
+    padded, _ = run(multiples=(16, 64, 128))  # for a device that compiles each shape
+    assert_same(shared, padded)
     assert all(n % 16 == 0 and t % 64 == 0 for n, t in shapes)
-    assert scored == {128}  # what is scored on a CPU is cut into pieces of this size
+    assert head_sizes == {128}  # the chunks of a CPU
 
 
-def test_other_architectures_score_each_ending_apart(tiny_gpt2):
+def test_other_architectures_score_each_ending_separately(tiny_gpt2):
     loaded, rows = tiny_gpt2(128), hellaswag.load_rows(1)
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     config = GPTNeoXConfig(vocab_size=50257, max_position_embeddings=128, initializer_range=0.5, **sizes)
@@ -145,8 +148,8 @@ def test_other_architectures_score_each_ending_apart(tiny_gpt2):
     request = hellaswag.encode_row(loaded.encode, rows[0], "llmc")[0][2]
     with torch.no_grad():
         logits = other.model(torch.tensor([request.tokens])).logits[0].log_softmax(-1)
-    wanted = range(len(request.tokens) - request.n_scored, len(request.tokens))
-    expected = sum(logits[t - 1, request.tokens[t]].item() for t in wanted)
+    scored_positions = range(len(request.tokens) - request.n_scored, len(request.tokens))
+    expected = sum(logits[t - 1, request.tokens[t]].item() for t in scored_positions)
     assert scored[2] == pytest.approx(expected, abs=1e-3)
 
 
@@ -171,5 +174,5 @@ def test_counts_of_ranks_add_up_to_the_accuracies(tiny_gpt2):
 
     llmc, lmeval = hellaswag.table(result).split("\nlm-eval-style ")
     assert "0.2955" in llmc
-    assert "0.3114" in lmeval  # each number under the way in which it was published
+    assert "0.3114" in lmeval  # each number under the style in which it was published
     assert "0.3114" not in llmc

@@ -1,4 +1,4 @@
-"""The figures of others: in eval/published.py with their sources, and nowhere else."""
+"""Figures that others published are in eval/published.py, with their sources, and nowhere else."""
 
 import json
 import re
@@ -11,11 +11,11 @@ from recipe.engine.hardware import DEVICES
 from recipe.estimate.memory import flops_per_token
 from tests.conftest import ROOT
 
-# Who has published something: a line with one of these names is about others.
+# A line with one of these names is about what others published.
 OTHERS = r"llm\.c|journal|Emani|Kaggle|windmaple|MARS|nanoGPT|nanogpt|nanochat|litgpt|OpenAI|Levanter|NeMo|torchtitan"
 
 H200 = json.loads((ROOT / "docs/results/h200.json").read_text())
-# A version, how much faster than others an H100 should be, and how much faster an H200 was.
+# Our own figures in such lines: a version, the speed-ups expected on an H100, and those measured on an H200.
 OURS = {"5.23", "1.20", "1.32"} | {f"{row['ratio']:.2f}" for peers in H200["peers"] for row in peers["rows"]}
 
 
@@ -27,22 +27,22 @@ def tables() -> list[str]:
         sizes, values = ", ".join(losses), ", ".join(f"{loss:.4g}" for loss in losses.values())
         lines.append(f"| {data} | {sizes} | OpenAI's weights | | {values} | {published.OPENAI_LOSS_SOURCE[data]} |")
     lines += ["| HellaSwag | style | acc | acc_norm |", "|---|---|---|---|"]
-    for way, models in published.HELLASWAG.items():
+    for style, models in published.HELLASWAG.items():
         for model, pair in models.items():
-            lines.append(f"| {model} | {STYLES[way]} | " + " | ".join(f"{p:.4f}" if p else "" for p in pair) + " |")
-    lines += [f"- {STYLES[way]}: {source}." for way, source in published.SOURCES.items()]
+            lines.append(f"| {model} | {STYLES[style]} | " + " | ".join(f"{p:.4f}" if p else "" for p in pair) + " |")
+    lines += [f"- {STYLES[style]}: {source}." for style, source in published.SOURCES.items()]
     lines += ["| machine | model | run | tokens/s | x first | MFU |", "|---|---|---|---|---|---|"]
     for source in published.SPEED_SOURCES:
         runs = [run for run in (*SLOWER, *SPEEDS) if run.run == source]
-        alike = [run for run in runs if run.size == runs[0].size]
+        same_size = [run for run in runs if run.size == runs[0].size]
         for run in runs:
             layers, width = next(shape for shape, size in SIZES.items() if size == run.size)
             flops = flops_per_token(ModelConfig(n_layer=layers, n_embd=width), 1024)
             device, gain = DEVICES.get(run.device), run.tokens_per_second / runs[0].tokens_per_second
             mfu = f"{run.tokens_per_second * flops / (run.count * device.peak):.1%}" if device else ""
-            first = f"{gain:,.1f}" if run in alike and len(alike) > 1 else ""
+            speedup = f"{gain:,.1f}" if run in same_size and len(same_size) > 1 else ""
             machine, speed = f"{run.count} x {run.device}", f"{run.tokens_per_second:,.0f}"
-            lines.append(f"| {machine} | {run.size} | {run.run}: {run.setup} | {speed} | {first} | {mfu} |")
+            lines.append(f"| {machine} | {run.size} | {run.run}: {run.setup} | {speed} | {speedup} | {mfu} |")
     return [*lines, *(f"- {run}: {source}." for run, source in published.SPEED_SOURCES.items())]
 
 
@@ -53,9 +53,9 @@ def test_the_page_has_every_published_figure_with_its_source():
     assert [line for line in section.splitlines() if line.startswith(("|", "- "))] == tables(), "\n".join(tables())
 
 
-def test_no_page_has_a_figure_of_others_that_is_not_in_the_file():
-    known = (ROOT / "eval" / "published.py").read_text() + "\n".join(tables())
-    unknown = []
+def test_no_page_quotes_a_figure_that_is_not_in_the_file():
+    sources = (ROOT / "eval" / "published.py").read_text() + "\n".join(tables())
+    unsourced = []
     for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
         if page.name in ("log.md", "elsewhere.md"):  # measurements of this project
             continue
@@ -63,11 +63,11 @@ def test_no_page_has_a_figure_of_others_that_is_not_in_the_file():
             if re.search(OTHERS, line):
                 text = re.sub(r"`[^`]*`|https?:\S*", "", line)  # no names of files and links
                 numbers = re.findall(r"(?<![\w./#-])(?:[1-9]\d*\.\d{2,}|0\.\d{4}|\d+(?:,\d{3})+|\$\d+)(?![\w/-])", text)
-                unknown += [f"{page.name}: {n} in {line}" for n in numbers if n not in known and n not in OURS]
-    assert not unknown, "\n".join(unknown)
+                unsourced += [f"{page.name}: {n} in {line}" for n in numbers if n not in sources and n not in OURS]
+    assert not unsourced, "\n".join(unsourced)
 
 
-def test_the_pages_have_what_the_h200_showed():
+def test_the_pages_have_the_measurements_of_the_h200():
     page = (ROOT / "docs" / "performance.md").read_text().split("## On an H200, measured")[1].split("\n## ")[0]
     rows = {
         "64, one a step": H200["micro_batch_size"][0],

@@ -1,4 +1,4 @@
-"""`make report`: it draws what the log holds, and its findings are right for runs whose health is known."""
+"""`make report`: the plots show the log, and the diagnosis is right for runs whose health is known."""
 
 import hashlib
 import json
@@ -34,8 +34,8 @@ PRESETS = {
     "openwebtext": "nanoGPT, January 2023",
     "openwebtext-tpu": "windmaple in JAX, July 2025",
 }
-# What a recipe must be given to be the run of its curve (docs/evaluation.md).
-AS_THERE = {
+# The flags with which a recipe repeats the run of its curve (docs/evaluation.md).
+REFERENCE_FLAGS = {
     "gpt2": ["--min_lr_fraction=0.1", "--warmup_steps=715"],
     "kaggle-tpu": ["--min_lr_fraction=0.1", "--warmup_steps=715"],
     "openwebtext": ["--max_steps=600000", "--total_batch_tokens=491520"],
@@ -44,18 +44,18 @@ REFERENCES = {preset: r for preset, name in PRESETS.items() for r in curves.load
 
 
 def lines_of(preset: str = "shakespeare", upto: float = math.inf) -> list[dict]:
-    """The log of a run whose validation loss is the reference's, with a line each fiftieth of the run."""
+    """The log of a run with the reference's validation losses, and a line at each fiftieth of the run."""
     reference = REFERENCES[preset]
     batch, val = reference.settings["total_batch_tokens"], dict(reference.val_loss.tolist())
-    every = np.linspace(0, reference.val_loss[-1, 0], 51)[1:] // batch * batch
-    known = reference.val_loss[1:]
+    logged_at = np.linspace(0, reference.val_loss[-1, 0], 51)[1:] // batch * batch
+    later_losses = reference.val_loss[1:]
     lines = []
-    for at in sorted(at for at in {0.0, *val, *every} if at <= upto):
-        loss = float(np.interp(at, [0, *known[:, 0]], [10.8, *known[:, 1]])) if at else None
-        measured = {"grad_norm": 0.5, "tokens_per_second": 1000.0, "data_wait": 0.001, "skipped_steps": 0}
-        line = {"step": round(at / batch), "tokens": int(at), "loss": loss, "val_loss": val.get(at)}
-        line |= measured if at else dict.fromkeys(measured)
-        lines.append(line | {"learning_rate": 1e-3, "mfu": None, "seconds": at / 1000, "save_wait": 0.001})
+    for tokens in sorted(t for t in {0.0, *val, *logged_at} if t <= upto):
+        loss = float(np.interp(tokens, [0, *later_losses[:, 0]], [10.8, *later_losses[:, 1]])) if tokens else None
+        step_metrics = {"grad_norm": 0.5, "tokens_per_second": 1000.0, "data_wait": 0.001, "skipped_steps": 0}
+        line = {"step": round(tokens / batch), "tokens": int(tokens), "loss": loss, "val_loss": val.get(tokens)}
+        line |= step_metrics if tokens else dict.fromkeys(step_metrics)
+        lines.append(line | {"learning_rate": 1e-3, "mfu": None, "seconds": tokens / 1000, "save_wait": 0.001})
     return lines
 
 
@@ -97,10 +97,10 @@ def healthy(tmp_path):
     return write_run(tmp_path / "healthy", lines_of(), config_of())
 
 
-# The pictures and the page
+# The plots and the page
 
 
-def test_what_is_drawn_is_what_the_trainer_wrote(whole_run):
+def test_the_plots_show_what_the_trainer_wrote(whole_run):
     pictures, log = drawn(whole_run[0]), metrics(whole_run[0])
     for column in ("loss", "val_loss"):
         expected = [[line["tokens"], line[column]] for line in log if line[column] is not None]
@@ -109,26 +109,26 @@ def test_what_is_drawn_is_what_the_trainer_wrote(whole_run):
             assert line(axes, f"0-{column}") == expected
 
 
-def test_runs_lie_over_each_other_and_their_reference(healthy, tmp_path):
+def test_runs_and_their_reference_share_a_plot(healthy, tmp_path):
     picture = drawn(healthy, write_run(tmp_path / r"$\run$", lines_of(upto=61_440), config_of()))["loss"]
     axes = picture.figure.axes[0]
     assert np.allclose(line(axes, "reference"), REFERENCES["shakespeare"].val_loss[1:])
     assert len({next(x for x in axes.lines if x.get_gid() == f"{i}-val_loss").get_color() for i in (0, 1)}) == 2
     legend = {text.get_text() for text in picture.figure.legends[0].get_texts()}
     assert {"healthy, training", r"$\run$, validation", "reference: this project's own run, validation"} <= legend
-    late = picture.figure.axes[1]
-    (low, high), (bottom, top) = late.get_xlim(), late.get_ylim()
-    inside = [low <= x <= high and bottom <= y <= top for x, y in line(late, "1-loss")]
-    assert any(inside)  # although it ends before the other run's last four fifths
+    end_axes = picture.figure.axes[1]
+    (low, high), (bottom, top) = end_axes.get_xlim(), end_axes.get_ylim()
+    is_visible = [low <= x <= high and bottom <= y <= top for x, y in line(end_axes, "1-loss")]
+    assert any(is_visible)  # although it ends before the other run's last four fifths
 
 
 def test_time_speed_rate_and_norm_are_drawn(healthy):
     log = [line for line in metrics(healthy) if line["loss"] is not None]
-    by_time, *others = drawn(healthy)["training"].figure.axes
+    time_axes, *token_axes = drawn(healthy)["training"].figure.axes
     val = [[x["seconds"] / 60, x["val_loss"]] for x in metrics(healthy) if x["val_loss"] is not None]
-    assert np.allclose(line(by_time, "0-val_loss-by-time"), val)  # 717 seconds
-    assert by_time.get_xlabel() == "minutes of training"
-    for axes, column in zip(others, ("tokens_per_second", "learning_rate", "grad_norm"), strict=True):
+    assert np.allclose(line(time_axes, "0-val_loss-by-time"), val)  # 717 seconds
+    assert time_axes.get_xlabel() == "minutes of training"
+    for axes, column in zip(token_axes, ("tokens_per_second", "learning_rate", "grad_norm"), strict=True):
         assert line(axes, f"0-{column}")[-len(log) :] == [[x["tokens"], x[column]] for x in log]
 
 
@@ -138,8 +138,8 @@ def test_hellaswag_beside_openais(tmp_path):
         record |= {"hellaswag_llmc_acc_norm": 0.26 + i / 1000, "hellaswag_lmeval_acc_norm": 0.27 + i / 1000}
     config = config_of("gpt2", hellaswag_limit=1000)
     picture = drawn(write_run(tmp_path / "gpt2", lines, config, about=ABOUT["FineWeb-Edu"]))["hellaswag"]
-    for axes, way, published in zip(picture.figure.axes, ("llmc", "lmeval"), (0.2955, 0.3114), strict=True):
-        expected = [[line["tokens"], line[f"hellaswag_{way}_acc_norm"]] for line in lines[1:]]
+    for axes, style, published in zip(picture.figure.axes, ("llmc", "lmeval"), (0.2955, 0.3114), strict=True):
+        expected = [[line["tokens"], line[f"hellaswag_{style}_acc_norm"]] for line in lines[1:]]
         assert line(axes, "0-hellaswag") == expected
         assert line(axes, "openai")[0][1] == published
         assert f"{published:.1%}" in {text.get_text() for text in axes.texts}
@@ -148,7 +148,7 @@ def test_hellaswag_beside_openais(tmp_path):
     assert "karpathy/build-nanogpt" in picture.caption
 
 
-def test_the_page_holds_all_it_shows_and_nothing_active(tmp_path, monkeypatch, capsys):
+def test_the_page_is_self_contained_and_has_no_active_content(tmp_path, monkeypatch, capsys):
     hostile = '"><script src=https://example.org/x.js></script>'
     scores = [score(text_dataset(hostile), ("loss", "loss, nats per token"), 4.25, "by hand")]
     results = {"perplexity": {"scores": scores}, "sample": {"texts": ["a text"]}}
@@ -160,10 +160,10 @@ def test_the_page_holds_all_it_shows_and_nothing_active(tmp_path, monkeypatch, c
     text = (run / "report" / "report.html").read_text()
     tags = re.findall(r"<(\w[^\s>]*)([^>]*)", text)
     assert not {tag for tag, _ in tags} & {"script", "link", "iframe", "object", "base", "b>run"}
-    assert not [more for _, more in tags if re.search(r"\s(on\w+|href)=", more)]
-    assert all(more.count('src="') == more.count('src="data:image/png;base64,') for _, more in tags)
+    assert not [attributes for _, attributes in tags if re.search(r"\s(on\w+|href)=", attributes)]
+    assert all(a.count('src="') == a.count('src="data:image/png;base64,') for _, a in tags)
     assert not re.search(r"url\(|@import|a text", text)
-    for shown in (
+    for expected in (
         "&lt;b&gt;run",
         "0.3000 ± 0.0898 (100 rows)",
         "4.5850",
@@ -173,8 +173,8 @@ def test_the_page_holds_all_it_shows_and_nothing_active(tmp_path, monkeypatch, c
         "step 700</summary>",
         "Hark, ",
     ):
-        assert shown in text, shown
-    # The summary is as wide as its values, whatever the number of quantities: a row each.
+        assert expected in text
+    # The summary has a row for each quantity, so that its width does not grow with their number.
     rows = re.findall(r"<tr>.*", text[text.index("Summary") : text.index("Curves")])
     assert [row.count("<td>") for row in rows] == [1] * 10
     assert f"wrote {run}/report/report.html; beside it hellaswag.png, loss.png, training.png" in capsys.readouterr().out
@@ -195,24 +195,23 @@ def test_a_short_run_is_drawn_as_far_as_it_goes(lines, tmp_path):
 
 @pytest.mark.parametrize("name", ["trainer_state", "results"])
 @pytest.mark.parametrize("text", ["", "{", "[1]", "[" * 99999, '{"hellaswag": {"scores": [{}]}}'])
-def test_a_damaged_file_is_one_line(name, text, tmp_path, monkeypatch, capsys):
+def test_a_damaged_file_is_an_error_of_one_line(name, text, tmp_path, monkeypatch, capsys):
     run = write_run(tmp_path / "run", lines_of()[:9], config_of(), {"hellaswag": {"scores": []}})
     (path,) = run.glob(f"step_*/{name}.json")
     path.write_text(text)
     monkeypatch.setattr("sys.argv", ["report.py", str(run)])
     with pytest.raises(SystemExit):
         common.run_main(report.main)
-    assert re.fullmatch(
-        rf"error: {path} cannot be read \(.+\); .+\n|error: {path}: not a .+\n", capsys.readouterr().err
-    )
+    message = rf"error: {path} cannot be read \(.+\); .+\n|error: {path}: not a .+\n"
+    assert re.fullmatch(message, capsys.readouterr().err)
 
 
-# The verdict
+# The diagnosis
 
 
 @pytest.mark.parametrize("preset", ["shakespeare", "gpt2", "gpt2-fineweb", "gpt2-medium"])
 def test_no_alarm_at_any_time_of_a_run_like_its_reference(preset, tmp_path):
-    """A run with the noise of its reference, looked at while it goes on."""
+    """A run as noisy as its reference, diagnosed while it is in progress."""
     rng = np.random.default_rng(1)
     lines, about = lines_of(preset), ABOUT[REFERENCES[preset].dataset]
     for record in lines[1:]:
@@ -226,7 +225,7 @@ def test_no_alarm_at_any_time_of_a_run_like_its_reference(preset, tmp_path):
 
 
 @pytest.mark.parametrize(("shift", "text"), [(0.4, "Usual causes"), (-0.4, "Lower is suspicious too")])
-def test_a_run_that_departs_is_told_since_when_and_how_far(shift, text, tmp_path):
+def test_a_departure_from_the_reference_has_its_start_and_size(shift, text, tmp_path):
     lines = lines_of()
     for record in lines:
         if record["tokens"] > 400_000 and record["val_loss"]:
@@ -249,8 +248,8 @@ def test_a_run_that_departs_is_told_since_when_and_how_far(shift, text, tmp_path
         ({"init_from": "openai-community/gpt2"}, "starts from other weights"),
     ],
 )
-def test_no_reference_is_held_against_what_it_is_not_for(changes, sentence, tmp_path):
-    """A shorter schedule brings a lower loss at the same step: that is no sign of leaked validation text."""
+def test_a_run_of_other_settings_is_not_judged_by_a_reference(changes, sentence, tmp_path):
+    """A shorter schedule has a lower loss at the same step, which is no sign of leaked validation text."""
     lines = lines_of()
     for record in lines[1:]:
         record["val_loss"] = record["val_loss"] and record["val_loss"] - 1
@@ -264,7 +263,7 @@ def test_no_reference_is_held_against_what_it_is_not_for(changes, sentence, tmp_
 
 
 def changed(column, value, first=0, last=None):
-    """A damage to a log: `value` is a number or what a number becomes."""
+    """Damages a column of a log: `value` is a number, or a function of the old one."""
 
     def damage(lines):
         for record in lines[first:last]:
@@ -290,7 +289,7 @@ def diverging(lines):
         (diverging, "bad", "and the training loss does not fall"),
     ],
 )
-def test_what_needs_no_reference_is_seen(damage, kind, sentence, tmp_path):
+def test_problems_are_found_without_a_reference(damage, kind, sentence, tmp_path):
     lines = lines_of()
     damage(lines)
     findings = diagnosed(write_run(tmp_path / "run", lines, config_of(n_layer=5)))
@@ -300,7 +299,7 @@ def test_what_needs_no_reference_is_seen(damage, kind, sentence, tmp_path):
 # Runs and references
 
 
-def test_what_is_no_run_is_named(tmp_path):
+def test_a_directory_without_a_log_is_an_error(tmp_path):
     with pytest.raises(common.UserError, match=rf"run {tmp_path}: no metrics\.jsonl"):
         curves.read_run(tmp_path)
     (tmp_path / "metrics.jsonl").write_text('null\n[1]\n{}\n{"step": 1e999}\n7\n{"step": 1, "tok')
@@ -311,7 +310,7 @@ def test_what_is_no_run_is_named(tmp_path):
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_recipes_settings_are_those_of_its_reference(preset):
     reference = REFERENCES[preset]
-    config = parse_config(["--config", preset, *AS_THERE.get(preset, [])]).flat()
+    config = parse_config(["--config", preset, *REFERENCE_FLAGS.get(preset, [])]).flat()
     assert set(reference.settings) <= set(FIELDS)
     assert reference.dataset in curves.DATASETS.values()
     assert (np.diff(reference.val_loss[:, 0]) > 0).all()
@@ -334,7 +333,7 @@ def test_a_manifest_names_the_text_that_was_trained_on(about, dataset):
     assert curves.dataset_of({"val_data": ""}, about) == dataset
 
 
-def test_the_text_that_ships_and_the_recipes_repositories_are_known():
+def test_the_shipped_text_and_the_recipes_datasets_have_names():
     assert hashlib.sha256(SHAKESPEARE.read_bytes()).hexdigest() == SHA256
-    known = {curves.DATASETS.get(DATASETS[name][0].lower()) for name in ("fineweb-edu", "fineweb", "openwebtext")}
-    assert known == {"FineWeb-Edu", "FineWeb", "OpenWebText"}
+    names = {curves.DATASETS.get(DATASETS[name][0].lower()) for name in ("fineweb-edu", "fineweb", "openwebtext")}
+    assert names == {"FineWeb-Edu", "FineWeb", "OpenWebText"}
