@@ -21,7 +21,7 @@ def save(run_dir: Path, step: int, **state) -> Path:
 
 
 def replace_files(checkpoint: Path, files: dict[str, bytes]) -> None:
-    """Other contents of a checkpoint's files, which is intact after that, as another's on the Hub may be."""
+    """Replaces files of a checkpoint and updates its manifest, so that it stays intact, as a foreign one may be."""
     manifest = json.loads((checkpoint / "manifest.json").read_text())
     for name, content in files.items():
         manifest["files"][name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
@@ -31,7 +31,7 @@ def replace_files(checkpoint: Path, files: dict[str, bytes]) -> None:
 
 
 def change_state(checkpoint: Path, change) -> None:
-    """A trainer_state.json that `change` has changed, a function of its dict."""
+    """Replaces the trainer_state.json after `change`, a function of its dict, has modified it."""
     state = json.loads((checkpoint / "trainer_state.json").read_text())
     change(state)
     replace_files(checkpoint, {"trainer_state.json": json.dumps(state).encode()})

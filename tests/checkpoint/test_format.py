@@ -1,4 +1,4 @@
-"""A checkpoint is intact or absent, a damaged one is never used, and the newest intact one is found."""
+"""A checkpoint is intact or absent, a damaged one is never used, and a run resumes from the newest intact one."""
 
 import errno
 import json
@@ -6,6 +6,8 @@ import os
 import re
 import shutil
 import threading
+from functools import reduce
+from unittest.mock import Mock
 
 import pytest
 
@@ -18,11 +20,11 @@ from tests.checkpoint import save
 from tests.conftest import flags
 
 
-def names(run) -> list[int]:
-    return [ckpt.step_of(path) for path in checkpoints(run)]
+def steps_in(run_dir) -> list[int]:
+    return [ckpt.step_of(path) for path in checkpoints(run_dir)]
 
 
-def keeping(save_total_limit: int, milestone_steps: int = 0) -> Config:
+def config_keeping(save_total_limit: int, milestone_steps: int = 0) -> Config:
     fields = {"save_total_limit": save_total_limit, "milestone_steps": milestone_steps, "lr_scheduler_type": "linear"}
     return parse_config(flags(**fields))
 
@@ -31,7 +33,7 @@ def keeping(save_total_limit: int, milestone_steps: int = 0) -> Config:
     "name", ["model.safetensors", "optimizer.safetensors", "trainer_state.json", "config.json", "manifest.json"]
 )
 @pytest.mark.parametrize("damage", ["flip", "truncate", "delete", "link"])
-def test_any_damage_is_found_and_the_checkpoint_before_is_taken(tmp_path, caplog, name, damage):
+def test_any_damage_is_detected_and_the_previous_checkpoint_is_used(tmp_path, caplog, name, damage):
     save(tmp_path, 1)
     file = save(tmp_path, 2) / name
     data = bytearray(file.read_bytes())
@@ -50,44 +52,44 @@ def test_any_damage_is_found_and_the_checkpoint_before_is_taken(tmp_path, caplog
     assert name in caplog.text or name == "manifest.json"
 
 
-def test_where_all_are_damaged_the_user_decides(tmp_path):
+def test_a_run_whose_checkpoints_are_all_damaged_is_refused(tmp_path):
     (save(tmp_path, 1) / "config.json").unlink()
     with pytest.raises(UserError, match="none of its 1 checkpoints is intact; --fresh moves them aside and"):
         newest_intact(tmp_path)
     assert newest_intact(tmp_path / "nothing") is None
 
 
-def test_what_cannot_be_read_now_is_not_taken_for_damage(tmp_path, monkeypatch):
-    """Or the run would begin again, and replace what it has."""
+def test_a_read_error_is_not_taken_for_damage(tmp_path, monkeypatch):
+    """Otherwise the run would start over and replace its checkpoints."""
     save(tmp_path, 1)
 
-    def stale(path):
-        raise OSError(errno.ESTALE, "Stale file handle", str(path))
-
-    monkeypatch.setattr("recipe.utils.checkpoints.sha256_of", stale)
+    error = OSError(errno.ESTALE, "Stale file handle")
+    monkeypatch.setattr("recipe.utils.checkpoints.sha256_of", Mock(side_effect=error))
     with pytest.raises(UserError, match=r"step_00000001 cannot be read: Stale file handle; try again"):
         newest_intact(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["../config.json", "{run}/config.json"])
-def test_a_manifest_that_points_elsewhere_is_damage(tmp_path, name):
-    path, name = save(tmp_path, 1), name.format(run=tmp_path)
-    (tmp_path / "config.json").write_bytes(b"{}")
-    manifest = json.loads((path / "manifest.json").read_text())
-    manifest["files"][name] = manifest["files"]["config.json"]
-    (path / "manifest.json").write_text(json.dumps(manifest))
-    (problem,) = verify(path)
-    assert repr(name) in problem
+OUTSIDE = '{"files": {"%s": {"bytes": 2, "sha256": "0"}}}'
 
 
-@pytest.mark.parametrize("content", ["[" * 100_000, '{"files": 3}', '{"files": {}}', "{"])
-def test_a_manifest_that_is_none_is_damage(tmp_path, content):
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ("[" * 100_000, "manifest.json is missing or damaged"),
+        ("{", "manifest.json is missing or damaged"),
+        ('{"files": 3}', "manifest.json is missing or damaged"),
+        ('{"files": {}}', "manifest.json does not list model.safetensors"),
+        (OUTSIDE % "../config.json", "manifest.json names '../config.json', which is not a file of this directory"),
+        (OUTSIDE % "/etc/hosts", "manifest.json names '/etc/hosts', which is not a file of this directory"),
+    ],
+)
+def test_a_malformed_manifest_is_damage(tmp_path, content, problem):
     (save(tmp_path, 1) / "manifest.json").write_text(content)
-    assert "manifest" in verify(tmp_path / "step_00000001")[0]
+    assert verify(tmp_path / "step_00000001")[0].startswith(problem)
 
 
 @pytest.mark.parametrize("kind", ["directory", "file", "link"])
-def test_a_leftover_is_no_checkpoint_and_does_not_block_the_next_save(tmp_path, kind):
+def test_an_interrupted_save_is_no_checkpoint_and_does_not_block_the_next_one(tmp_path, kind):
     save(tmp_path, 1)
     precious, leftover = tmp_path / "precious", tmp_path / ".saving-step_00000002"
     precious.mkdir()
@@ -105,36 +107,36 @@ def test_a_leftover_is_no_checkpoint_and_does_not_block_the_next_save(tmp_path, 
     assert (precious / "file").read_text() == "precious"
 
 
-def test_the_newest_the_milestones_and_the_best_are_kept(tmp_path):
+def test_pruning_keeps_the_newest_the_milestones_and_the_best(tmp_path):
     losses = {}
     for step, loss in [(1, 5.0), (2, 3.0), (3, 4.0), (4, 6e11), (5, 7e11), (6, None)]:
         save(tmp_path, step)
-        prune(tmp_path, step, keeping(1, milestone_steps=3), losses)
+        prune(tmp_path, step, config_keeping(1, milestone_steps=3), losses)
         losses |= {step: loss} if loss else {}  # a step is evaluated after its save has begun
-        assert names(tmp_path)[-1] == step
-    assert names(tmp_path) == [2, 3, 6]
-    prune(tmp_path, 6, keeping(1), losses | {6: 2.0})
-    assert names(tmp_path) == [3, 6]  # 3 was a milestone once
+        assert steps_in(tmp_path)[-1] == step
+    assert steps_in(tmp_path) == [2, 3, 6]
+    prune(tmp_path, 6, config_keeping(1), losses | {6: 2.0})
+    assert steps_in(tmp_path) == [3, 6]  # 3 was a milestone once
 
 
-def test_what_is_damaged_never_counts_as_a_checkpoint_that_is_kept(tmp_path):
+def test_a_damaged_checkpoint_does_not_count_toward_save_total_limit(tmp_path):
     """Resumed from 10 because 20 is damaged: neither the save of 12 nor that of 30 may prune 10 for the sake of 20."""
     for step in (5, 10, 20):
         save(tmp_path, step)
     (tmp_path / "step_00000020" / "model.safetensors").write_bytes(b"")
-    for _ in range(2):  # a look leaves it where it is
+    for _ in range(2):  # without the lock nothing is renamed
         assert newest_intact(tmp_path) == tmp_path / "step_00000010"
     assert newest_intact(tmp_path, locked=True) == tmp_path / "step_00000010"
     assert (tmp_path / "damaged_step_00000020" / "model.safetensors").exists()
-    for step, kept in ((12, [10, 12]), (30, [12, 30])):
+    for step, expected_steps in ((12, [10, 12]), (30, [12, 30])):
         save(tmp_path, step)
-        prune(tmp_path, step, keeping(2), {20: 0.1})
-        assert names(tmp_path) == kept
+        prune(tmp_path, step, config_keeping(2), {20: 0.1})
+        assert steps_in(tmp_path) == expected_steps
     save(tmp_path, 20)  # the same step, saved again
     assert verify(tmp_path / "step_00000020") == []
 
 
-def test_reading_while_a_run_prunes_finds_a_whole_checkpoint_every_time(tmp_path, caplog, capsys):
+def test_reading_while_a_run_prunes_always_finds_an_intact_checkpoint(tmp_path, caplog, capsys):
     save(tmp_path, 1)
     stop = threading.Event()
 
@@ -143,7 +145,7 @@ def test_reading_while_a_run_prunes_finds_a_whole_checkpoint_every_time(tmp_path
         while not stop.is_set():
             step += 1
             save(tmp_path, step)
-            prune(tmp_path, step, keeping(1), {})
+            prune(tmp_path, step, config_keeping(1), {})
 
     thread = threading.Thread(target=train)
     thread.start()
@@ -161,11 +163,9 @@ def test_the_command_lists_and_verifies(tmp_path, capsys):
     save(tmp_path, 1)
     (save(tmp_path, 2) / "config.json").write_bytes(b"[]")
     assert main([str(tmp_path)]) == 1
-    intact, damaged = capsys.readouterr().out.splitlines()
-    assert intact.startswith(f"{tmp_path}/step_00000001 ")
-    assert intact.endswith(" intact")
-    assert "step_00000002" in damaged
-    assert "DAMAGED: config.json does not match its checksum" in damaged
+    intact_line, damaged_line = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(rf"{tmp_path}/step_00000001 .* intact", intact_line)
+    assert re.search("step_00000002 .*DAMAGED: config.json does not match its checksum", damaged_line)
     assert main([str(tmp_path / "step_00000001")]) == 0
     assert main([str(tmp_path / "nothing")]) == 2
 
@@ -191,15 +191,13 @@ def test_the_command_lists_and_verifies(tmp_path, capsys):
         ("about", [{}], "about[0].from_step is missing"),
     ],
 )
-def test_a_state_that_others_may_have_written_is_checked_field_by_field(whole_run, tmp_path, field, value, problem):
+def test_a_foreign_trainer_state_is_checked_field_by_field(whole_run, tmp_path, field, value, problem):
     path = shutil.copytree(whole_run[0] / "step_00000020", tmp_path / "step_00000020") / "trainer_state.json"
     state = json.loads(path.read_text())
     assert ckpt.state_of(path.parent) == state
-    changed = {"": state}
-    within, (*way, last) = changed, ["", *field.split(".")] if field else [""]
-    for key in way:
-        within = within[key]
-    within[last] = value
-    path.write_text(json.dumps(changed[""]))
+    root = {"state": state}
+    *parents, name = f"state.{field}".strip(".").split(".")
+    reduce(dict.__getitem__, parents, root)[name] = value
+    path.write_text(json.dumps(root["state"]))
     with pytest.raises(UserError, match=rf"^{path}.*{re.escape(problem)}"):
         ckpt.state_of(path.parent)

@@ -1,4 +1,4 @@
-"""Checkpoints are written in the background, after the metrics before them; a failure is reported and retried."""
+"""Checkpoints are written in the background, after the metrics of earlier steps; a failure is reported and retried."""
 
 import errno
 import json
@@ -25,12 +25,12 @@ from tests.checkpoint import save
 
 
 class Run:
-    """A run whose only weights are four times `value`, with a CheckpointManager in `directory`."""
+    """A run with a CheckpointManager in `directory`, whose only weight is a tensor of four times `value`."""
 
     def __init__(self, directory):
         self.directory, self.value = directory, 1.0
         self.synced = []
-        self.metrics = SimpleNamespace(warning="", val_losses={}, paused=lambda what: nullcontext())
+        self.metrics = SimpleNamespace(warning="", val_losses={}, paused=lambda activity: nullcontext())
         self.metrics.state_dict = lambda: {"unwritten": self.metrics.unwritten}
         self.metrics.sync = lambda: self.synced.append(True)
         strategy = Strategy(Device("cpu", "CPU", "fp32"), Runtime(Processes()))
@@ -38,18 +38,19 @@ class Run:
         config = parse_config([f"--output_dir={directory}", "--save_total_limit=1", "--lr_scheduler_type=linear"])
         model = SimpleNamespace(config=SimpleNamespace(n_positions=64))
         model.save_config = lambda path: (path / "config.json").write_bytes(b"{}")
-        trained, scaler = (model, SimpleNamespace(state={})), SimpleNamespace(state_dict=lambda: {"scale": 2.0})
-        stateful, self.lock = {"grad_scaler": scaler, "metrics": self.metrics}, RunDirectory(directory)
+        model_and_optimizer = model, SimpleNamespace(state={})
+        stateful = {"grad_scaler": SimpleNamespace(state_dict=lambda: {"scale": 2.0}), "metrics": self.metrics}
+        self.lock = RunDirectory(directory)
         self.lock.acquire()
-        self.manager = CheckpointManager(config, strategy, trained, stateful, self.metrics, self.lock, None)
+        self.manager = CheckpointManager(config, strategy, model_and_optimizer, stateful, self.metrics, self.lock, None)
 
-    def _gather(self, *_trained) -> tuple[dict, dict]:
+    def _gather(self, *_) -> tuple[dict, dict]:
         return {"a": torch.full((4,), self.value)}, {"exp_avg.a": torch.ones(4)}
 
     def save(self, step: int) -> None:
         self.manager.save(step, {"loss": 0.5})
 
-    def saved(self, step: int) -> None:
+    def save_and_wait(self, step: int) -> None:
         self.save(step)
         self.manager.wait()
 
@@ -67,7 +68,7 @@ def run(tmp_path):
 
 
 def test_a_checkpoint_holds_the_state_of_every_component(run):
-    run.saved(3)
+    run.save_and_wait(3)
     (path,) = checkpoints(run.directory)
     state = json.loads((path / "trainer_state.json").read_text())
     assert (state["metrics"], state["grad_scaler"]) == ({"unwritten": {"loss": 0.5}}, {"scale": 2.0})
@@ -75,20 +76,20 @@ def test_a_checkpoint_holds_the_state_of_every_component(run):
     assert state["tokenizer"]["digest"] == "gpt2"
 
 
-def test_training_waits_for_a_save_only_at_the_next_one(run, monkeypatch):
-    commit, begin = module.save_checkpoint, threading.Event()
-    monkeypatch.setattr(module, "save_checkpoint", lambda *a: begin.wait(30) and commit(*a))
+def test_a_save_is_waited_for_only_at_the_next_one(run, monkeypatch):
+    commit, may_write = module.save_checkpoint, threading.Event()
+    monkeypatch.setattr(module, "save_checkpoint", lambda *a: may_write.wait(30) and commit(*a))
     run.save(1)
-    assert run.steps == []  # and the loop is here already
-    threading.Timer(0.3, begin.set).start()
-    began = time.monotonic()
+    assert run.steps == []  # `save` has returned before the checkpoint is written
+    threading.Timer(0.3, may_write.set).start()
+    start = time.monotonic()
     run.save(2)
-    assert time.monotonic() - began >= 0.2
+    assert time.monotonic() - start >= 0.2
     run.manager.wait()
     assert run.steps == [2]
 
 
-def test_the_metrics_are_on_the_disk_before_the_checkpoint_is(run, monkeypatch):
+def test_metrics_are_flushed_before_the_checkpoint_is_committed(run, monkeypatch):
     commit = module.save_checkpoint
     monkeypatch.setattr(module, "save_checkpoint", lambda *a: run.synced and commit(*a))
     run.save(1)
@@ -96,41 +97,41 @@ def test_the_metrics_are_on_the_disk_before_the_checkpoint_is(run, monkeypatch):
     assert run.steps == [1]
 
 
-def test_a_last_save_waits_for_a_full_disk_and_then_makes_room_but_not_of_what_is_protected(run, monkeypatch, caplog):
-    """A disk holds five checkpoints: the best, a milestone, one that goes, the newest intact one, a damaged one."""
+def test_the_last_save_retries_on_a_full_disk_and_then_deletes_an_unprotected_checkpoint(run, monkeypatch, caplog):
+    """A disk for five checkpoints: the best, a milestone, a deletable one, the newest intact one, a damaged one."""
     commit = module.save_checkpoint
 
-    def full(*arguments):
+    def commit_on_full_disk(*arguments):
         if len(run.steps) == 5:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         commit(*arguments)
 
     monkeypatch.setattr(module, "RETRY_WINDOW_S", 0.3)
     monkeypatch.setattr(module, "RETRY_PAUSE_S", 0.1)
-    monkeypatch.setattr(module, "save_checkpoint", full)
+    monkeypatch.setattr(module, "save_checkpoint", commit_on_full_disk)
     monkeypatch.setattr(module, "prune", lambda *a: prune(*a) if run.metrics.warning else None)
     run.metrics.val_losses = {1: 1.0} | dict.fromkeys(range(2, 6), 2.0)
     for step in range(1, 6):
-        run.saved(step)
+        run.save_and_wait(step)
     protect(run.directory / "step_00000002")
     (run.directory / "step_00000005" / "config.json").write_bytes(b"")
-    run.saved(6)
+    run.save_and_wait(6)
     assert run.steps == [1, 2, 3, 4, 5]
     assert run.manager.finish()
     assert run.steps == [1, 2, 4, 5, 6]
     assert "the last save is retried for 0 s: free some space" in caplog.text
 
 
-def test_a_directory_that_another_has_replaced_is_left_alone_and_ends_the_run(run, tmp_path_factory, caplog):
-    """`mv runs/x old`, and a second run in runs/x: what it has there, its lock and its half-written save stay."""
-    run.saved(3)
-    old = run.directory.rename(tmp_path_factory.mktemp("moved") / "old")
+def test_a_run_whose_directory_was_replaced_ends_and_touches_nothing_there(run, tmp_path_factory, caplog):
+    """`mv runs/x old`, and a second run in runs/x: its files, its lock and its half-written save stay."""
+    run.save_and_wait(3)
+    moved_dir = run.directory.rename(tmp_path_factory.mktemp("moved") / "old")
     with run_directory(run.directory):
         (run.directory / ".saving-step_00000001").mkdir()
         save(run.directory, 1)
         (run.directory / ".saving-step_00000002").mkdir()
-        before = sorted(run.directory.iterdir())
-        run.saved(4)
+        paths = sorted(run.directory.iterdir())
+        run.save_and_wait(4)
         assert "step 4: NOT SAVED: " in caplog.text
         assert f"{run.directory} was moved or replaced while this run was going on" in caplog.text
         assert run.stop.requested
@@ -138,14 +139,14 @@ def test_a_directory_that_another_has_replaced_is_left_alone_and_ends_the_run(ru
             run.manager.finish()
         with pytest.raises(UserError, match="was moved or replaced"):
             run.lock.release()
-        assert sorted(run.directory.iterdir()) == before
-    assert [step_of(path) for path in checkpoints(old)] == [3]
+        assert sorted(run.directory.iterdir()) == paths
+    assert [step_of(path) for path in checkpoints(moved_dir)] == [3]
 
 
-def test_weights_that_are_not_finite_are_never_committed_nor_good_ones_pruned_for_them(run, caplog):
+def test_weights_that_are_not_finite_are_never_saved_and_replace_no_good_ones(run, caplog):
     run.save(1)
     run.value = float("inf")
     run.save(2)
-    assert not run.manager.finish()  # and at once: they stay what they are
+    assert not run.manager.finish()  # at once: a retry would not help
     assert run.steps == [1]
     assert "step 2: NOT SAVED: a holds inf or NaN; lower learning_rate" in caplog.text

@@ -1,4 +1,4 @@
-"""A run's directory: one run at a time, however the last one ended, and never a directory of another program."""
+"""A run's directory: one run at a time, however the previous one ended, and never a directory of another program."""
 
 import os
 import signal
@@ -18,60 +18,44 @@ from tests.checkpoint import save
 
 @pytest.fixture
 def holder(tmp_path):
-    """A function that starts another process, which holds `tmp_path` until it is killed; returns its PID."""
-    started = []
-
-    def start() -> int:
-        reading, writing = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            try:
-                with run_directory(tmp_path):
-                    os.write(writing, b"held")
-                    time.sleep(60)
-            finally:
-                os._exit(1)
-        started.append(pid)
-        assert os.read(reading, 4) == b"held"
-        return pid
-
-    yield start
-    for pid in started:
-        kill(pid)
+    """The PID of another process, which holds `tmp_path` until it is killed."""
+    read_end, write_end = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            with run_directory(tmp_path):
+                os.write(write_end, b"held")
+                time.sleep(60)
+        finally:
+            os._exit(1)
+    assert os.read(read_end, 4) == b"held"
+    yield pid
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
 
 
 def names(directory) -> list[str]:
     return [path.relative_to(directory).as_posix() for path in sorted(directory.glob("*/*"))]
 
 
-def kill(pid: int) -> None:
-    try:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-    except (ProcessLookupError, ChildProcessError):
-        pass  # already
-
-
-def test_a_second_run_is_refused_and_told_who_is_there(tmp_path, holder, monkeypatch):
+def test_a_second_run_is_refused_and_told_the_owner(tmp_path, holder, monkeypatch):
     monkeypatch.setattr(module, "LOCK_TIMEOUT_S", 0.1)
-    pid = holder()
-    owner = rf"process {pid} on {socket.gethostname()}"
+    owner = rf"process {holder} on {socket.gethostname()}"
     with pytest.raises(UserError, match=rf"another run writes there \({owner}\); wait for it"):
         run_directory(tmp_path).__enter__()
 
 
-def test_a_dead_process_lock_is_taken_over_at_once(tmp_path, holder):
-    """Also that of a zombie, whose parent has not noticed, as in a container or a notebook."""
-    pid = holder()
-    os.kill(pid, signal.SIGKILL)
-    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+def test_the_lock_of_a_dead_process_is_taken_over_at_once(tmp_path, holder):
+    """Even of a zombie, whose parent has not waited for it, as in a container or a notebook."""
+    os.kill(holder, signal.SIGKILL)
+    os.waitid(os.P_PID, holder, os.WEXITED | os.WNOWAIT)
     (tmp_path / "notes.txt").touch()
     with run_directory(tmp_path):
         assert (tmp_path / OWNER).read_text() == f"process {os.getpid()} on {socket.gethostname()}"
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 
-def test_a_planted_link_is_replaced_and_its_target_stays(tmp_path):
+def test_a_link_at_the_owner_file_is_replaced_and_its_target_stays(tmp_path):
     precious, run = tmp_path / "precious", tmp_path / "run"
     precious.write_text("precious")
     run.mkdir()
@@ -82,7 +66,7 @@ def test_a_planted_link_is_replaced_and_its_target_stays(tmp_path):
     assert precious.read_text() == "precious"
 
 
-def test_a_run_that_was_refused_leaves_no_directory(tmp_path):
+def test_an_empty_directory_is_removed_at_the_end(tmp_path):
     with run_directory(tmp_path / "run"):
         pass
     assert not (tmp_path / "run").exists()
@@ -99,29 +83,29 @@ def test_fresh_moves_the_earlier_run_aside_and_keeps_all_of_it(tmp_path):
     assert names(tmp_path) == ["run/step_00000002", "run.old-1/step_00000003", "run.old-2/step_00000001"]
 
 
-def test_fresh_moves_what_a_link_points_to_so_that_the_run_stays_on_its_disk(tmp_path):
-    big, link = tmp_path / "disk" / "run", tmp_path / "run"
-    save(big, 3)
-    link.symlink_to(big)
+def test_fresh_moves_the_target_of_a_link_so_that_the_run_stays_on_its_disk(tmp_path):
+    target, link = tmp_path / "disk" / "run", tmp_path / "run"
+    save(target, 3)
+    link.symlink_to(target)
     with run_directory(link, fresh=True):
         save(link, 1)
     assert link.is_symlink()
-    assert names(big.parent) == ["run/step_00000001", "run.old-1/step_00000003"]
+    assert names(target.parent) == ["run/step_00000001", "run.old-1/step_00000003"]
 
 
 def test_another_run_is_refused_and_harmless_changes_are_reported(tmp_path, caplog):
     caplog.set_level("INFO")
     words = ["--n_layer=2", "--max_steps=80", "--warmup_steps=0", "--learning_rate=1e-3", "--lr_scheduler_type=linear"]
-    before, tokenizer = parse_config(words).flat(), open_tokenizer("gpt2")
-    state = {"config": before, "data": {}, "metrics": {}, "step": 20, "tokenizer": {"name": "gpt2", "digest": "gpt2"}}
-    same = before | {"max_steps": 100, "eval_steps": 7}
-    check_same_run(state, same, tokenizer, tmp_path)
+    saved, tokenizer = parse_config(words).flat(), open_tokenizer("gpt2")
+    state = {"config": saved, "data": {}, "metrics": {}, "step": 20, "tokenizer": {"name": "gpt2", "digest": "gpt2"}}
+    config = saved | {"max_steps": 100, "eval_steps": 7}
+    check_same_run(state, config, tokenizer, tmp_path)
     assert "resuming with max_steps 80 -> 100" in caplog.messages
     assert "the learning rate at step 20 was 0.00075 and is 0.0008 now" in caplog.messages[-1]
     caplog.clear()
-    check_same_run(state | {"config": same}, same, tokenizer, tmp_path)
+    check_same_run(state | {"config": config}, config, tokenizer, tmp_path)
     assert caplog.messages == []
     with pytest.raises(UserError, match=r"n_layer 2 -> 3, n_embd 128 -> 96, optim 'muon' -> 'adamw'.*--fresh"):
-        check_same_run(state, same | {"n_layer": 3, "n_embd": 96, "optim": "adamw"}, tokenizer, tmp_path)
+        check_same_run(state, config | {"n_layer": 3, "n_embd": 96, "optim": "adamw"}, tokenizer, tmp_path)
     with pytest.raises(UserError, match="holds another run: run_name 'shakespeare' -> 'other'"):
-        check_same_run(state, same | {"run_name": "other"}, tokenizer, tmp_path)
+        check_same_run(state, config | {"run_name": "other"}, tokenizer, tmp_path)
