@@ -1,4 +1,4 @@
-"""What a run measures and records: its loss, its throughput, metrics.jsonl across resumptions and failures."""
+"""What a run measures and records: loss, throughput, and metrics.jsonl, also across resumes and failures."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from recipe.monitor.metrics import Metrics, MetricsLog, RunningLoss
 from recipe.utils.checkpoints import read_metrics
 from recipe.utils.errors import UserError
 from recipe.utils.processes import Processes
-from tests.conftest import files_of_at_most
+from tests.conftest import files_of_at_most, flags
 
 
 def steps_in(path) -> list[int]:
@@ -30,33 +30,29 @@ def test_running_loss_is_the_mean_since_the_last_reading_and_survives_a_checkpoi
             running.add(torch.tensor(share))
         running.end_step(torch.tensor(skipped))
 
-    loss, again = RunningLoss(torch.device("cpu")), RunningLoss(torch.device("cpu"))
+    loss, restored = RunningLoss(torch.device("cpu")), RunningLoss(torch.device("cpu"))
     step(loss, 1.0, 2.0)  # two micro-batches' shares
     step(loss, 6.0)
     step(loss, 1.0, float("nan"), skipped=1.0)  # a skipped step does not count
-    again.load_state_dict(json.loads(json.dumps(loss.state_dict(lambda t: t))))
-    for restored in (loss, again):
-        step(restored, 3.0)
-        assert restored.read(lambda t: t) == 4.0
+    restored.load_state_dict(json.loads(json.dumps(loss.state_dict(lambda t: t))))
+    for running in (loss, restored):
+        step(running, 3.0)
+        assert running.read(lambda t: t) == 4.0
     step(loss, 5.0)
     assert loss.read(lambda t: t) == 5.0
 
 
-def test_a_resumed_log_drops_what_will_be_written_again_and_half_a_line(tmp_path):
+def test_a_resumed_log_drops_later_records_and_an_unfinished_line(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps({"step": s}) + "\n" for s in range(5)) + '{"step": 5, "lo')
     with closing(MetricsLog(path, first_step=3)) as log:
         log.write({"step": 3, "loss": float("nan")})
-    assert [json.loads(line) for line in path.read_text().splitlines()] == [
-        {"step": 0},
-        {"step": 1},
-        {"step": 2},
-        {"step": 3, "loss": None},
-    ]
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    assert records == [{"step": 0}, {"step": 1}, {"step": 2}, {"step": 3, "loss": None}]
 
 
 def test_a_full_disk_costs_one_warning_and_no_line(tmp_path, caplog):
-    """Which cuts a line in two."""
+    """The disk is full in the middle of a line; the lines that do not fit are written later."""
     with closing(MetricsLog(tmp_path / "metrics.jsonl", 0)) as log:
         log.write({"step": 0})
         with files_of_at_most(20):
@@ -68,15 +64,15 @@ def test_a_full_disk_costs_one_warning_and_no_line(tmp_path, caplog):
     assert caplog.text.count("cannot be written (File too large)") == 1
 
 
-@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
-def test_what_is_no_file_in_its_place_is_named(tmp_path, make):
-    make(tmp_path / "metrics.jsonl")
+@pytest.mark.parametrize("create", [os.mkdir, os.mkfifo])
+def test_a_metrics_path_that_is_not_a_file_is_refused(tmp_path, create):
+    create(tmp_path / "metrics.jsonl")
     with pytest.raises(UserError, match=r"metrics\.jsonl cannot be read \(Not a regular file\); "):
         MetricsLog(tmp_path / "metrics.jsonl", 0)
 
 
 def test_a_run_that_starts_over_keeps_the_curve_of_the_earlier_one(tmp_path, caplog):
-    """Its checkpoints were moved away, or it was killed before the first."""
+    """Its checkpoints were moved away, or it was killed before it saved one."""
     path, curve = tmp_path / "metrics.jsonl", '{"step": 0}\n{"step": 1}\n'
     for _ in range(2):
         path.write_text(curve)
@@ -95,44 +91,44 @@ def test_a_resume_on_a_full_disk_says_to_free_space_and_keeps_the_curve(tmp_path
 
 
 def test_a_record_holds_what_its_step_read_and_its_evaluations_also_after_a_resume(tmp_path, monkeypatch):
-    config = parse_config(
-        ["--logging_steps=5", "--learning_rate=1e-3", "--warmup_steps=10", f"--output_dir={tmp_path}"]
-    )
-    tokens, now = config.optimizer.total_batch_tokens, [100.0]
-    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    settings = {"logging_steps": 5, "learning_rate": 1e-3, "warmup_steps": 10, "output_dir": tmp_path}
+    config = parse_config(flags(**settings))
+    tokens, clock = config.optimizer.total_batch_tokens, SimpleNamespace(seconds=100.0)
+    monkeypatch.setattr("time.perf_counter", lambda: clock.seconds)
     monkeypatch.setattr(Device, "counters", lambda self: {"peak_memory_bytes": 7})
     device = Device("cpu", "CPU", "fp32", torch.device("cpu"), peak_flops=1e6)
     strategy, batches = Strategy(device, Runtime(Processes())), SimpleNamespace(waited=lambda: 0.5)
     strategy.spike_filter = SimpleNamespace(check=lambda step: 2)
 
     with Metrics(config, strategy, batches, 0) as metrics:
-        with metrics.paused("saving"):  # a moment, as there is nothing to save yet
-            now[0] += 4.0
+        with metrics.paused("saving"):  # before the first step: save_wait is still 0
+            clock.seconds += 4.0
         metrics.write(0, metrics.record(0, read=True))
         for step in range(5):
-            now[0] += 2.0
+            clock.seconds += 2.0
             metrics.loss.add(torch.tensor(float(step)))
             metrics.end_step(torch.tensor(0.5), torch.tensor(0.0))
         metrics.write(4, metrics.record(4, read=False))  # nothing was measured at this step
         with metrics.paused("saving"):
-            now[0] += 6.0
+            clock.seconds += 6.0
         record = metrics.record(5, read=True)
         metrics.unwritten = dict(record)
         state = json.loads(json.dumps(metrics.state_dict()))
         metrics.write(5, record | {"val_loss": 3.0})
-    nothing, line = read_metrics(tmp_path / "metrics.jsonl")
+    first_line, line = read_metrics(tmp_path / "metrics.jsonl")
     assert (metrics.seconds, metrics.pauses) == (10.0, 10.0)
-    assert (nothing["step"], nothing["loss"], nothing["learning_rate"], nothing["save_wait"]) == (0, None, 1e-4, 0.0)
+    first_values = [first_line[name] for name in ("step", "loss", "learning_rate", "save_wait")]
+    assert first_values == [0, None, 1e-4, 0.0]
     assert (line["step"], line["tokens"], line["loss"], line["val_loss"]) == (5, 5 * tokens, 2.0, 3.0)
     assert (line["grad_norm"], line["learning_rate"], line["skipped_steps"]) == (0.5, 5e-4, 2)
     assert line["mfu"] == line["tokens_per_second"] * flops_per_token(config.model, config.data.sequence_length) / 1e6
     assert (line["tokens_per_second"], line["seconds"], line["data_wait"]) == (tokens / 2.0, 10.0, 0.05)
     assert line["save_wait"] == 0.5
 
-    resumed = Metrics(config, strategy, batches, 5)  # by a plan that evaluates nothing at this step
-    resumed.load_state_dict(state)
-    with resumed:
-        record = resumed.record(5, read=True)
-        assert record["val_loss"] == 3.0  # so that it is not measured again
-        resumed.write(5, record)
-    assert read_metrics(tmp_path / "metrics.jsonl") == [nothing, line]
+    resumed_metrics = Metrics(config, strategy, batches, 5)
+    resumed_metrics.load_state_dict(state)
+    with resumed_metrics:
+        record = resumed_metrics.record(5, read=True)
+        assert record["val_loss"] == 3.0  # of the earlier process, so that it is not measured again
+        resumed_metrics.write(5, record)
+    assert read_metrics(tmp_path / "metrics.jsonl") == [first_line, line]

@@ -1,8 +1,9 @@
-"""What a user sees of a run: the bar on a terminal, lines where there is none."""
+"""What a user sees of a run: a progress bar on a terminal, and lines in a log."""
 
 import io
 import re
 import sys
+from types import SimpleNamespace
 
 from tqdm import tqdm
 
@@ -25,7 +26,7 @@ RECORD = {
 
 
 class Terminal(io.StringIO):
-    """A terminal of so many columns in the place of standard output and error."""
+    """A terminal of `columns` columns in place of standard output and error."""
 
     def __init__(self, monkeypatch, columns: int):
         super().__init__()
@@ -49,7 +50,7 @@ class Terminal(io.StringIO):
         return [text for text in re.split(r"[\r\n]", self.getvalue()) if "%|" in text][-1].rstrip()
 
 
-def test_the_bar_shows_everything_that_matters_in_eighty_columns(monkeypatch):
+def test_the_bar_shows_loss_tokens_speed_and_time_left_in_eighty_columns(monkeypatch):
     terminal = Terminal(monkeypatch, 80)
     progress = Progress(19_073, 2**19, 498, show=True)
     assert terminal.bar.startswith("first steps: 3%|")
@@ -71,19 +72,19 @@ def test_the_bar_shows_everything_that_matters_in_eighty_columns(monkeypatch):
 
 
 def test_a_log_has_a_line_for_each_record_and_one_a_minute_in_a_long_pause(capsys, monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    clock = SimpleNamespace(seconds=0.0)
+    monkeypatch.setattr(module.time, "monotonic", lambda: clock.seconds)
     set_up_logging()
     progress = Progress(1000, 2**19, 0, show=True)
-    none = dict.fromkeys(RECORD)
-    progress.report(none | {"step": 0, "tokens": 0, "learning_rate": 1e-6, "val_loss": 10.95})
-    progress.report(none | {"step": 2, "tokens": 2**20})  # a checkpoint alone was due
+    empty = dict.fromkeys(RECORD)
+    progress.report(empty | {"step": 0, "tokens": 0, "learning_rate": 1e-6, "val_loss": 10.95})
+    progress.report(empty | {"step": 2, "tokens": 2**20})  # only a checkpoint was due: no line
     progress.report(RECORD | {"val_loss": 3.50149, "data_wait": 0.12, "skipped_steps": 1}, "step 500 not saved")
     with progress.during("validating") as tick:
-        for done in range(1, 4):
-            tick(done, 9)
-            now[0] += 31.0
-    Progress(1000, 2**19, 0, show=False).report(RECORD)  # of another process
+        for batches_done in range(1, 4):
+            tick(batches_done, 9)
+            clock.seconds += 31.0
+    Progress(1000, 2**19, 0, show=False).report(RECORD)  # of another process: no line
     assert capsys.readouterr().out.splitlines() == [
         "step 0       0 %  lr 1.0e-06  val 10.9500",
         "step 500    50 %  loss 3.4124  lr 5.7e-04  187,234 tok/s  MFU 47.1 %  val 3.5015  23 min 20 s left  "

@@ -17,30 +17,30 @@ from tests.conftest import ROOT
 
 
 def panel(devices: str, *arguments: str, **changes) -> dict[str, str]:
-    """The opening panel's lines by their labels, of a plan for `devices`; `changes` are of the device."""
+    """The lines of the opening panel by their labels, for a dry run for `devices`; `changes` are of the device."""
     config = parse_config([*arguments, f"--dry_run={devices}"])
-    of = open_strategy(config.run.precision, config.run.plan_device)
-    of.device = dataclasses.replace(of.device, **changes)
-    config, loss = fused_loss(config, of)
-    config, micro = micro_batch.micro_batch(config, of)
-    batch = batch_arithmetic(config, of.runtime.processes.world_size, of.device.count)
-    lines = summary.describe(config, batch, of, [loss, micro])
+    strategy = open_strategy(config.run.precision, config.run.plan_device)
+    strategy.device = dataclasses.replace(strategy.device, **changes)
+    config, loss_line = fused_loss(config, strategy)
+    config, micro_line = micro_batch.micro_batch(config, strategy)
+    batch = batch_arithmetic(config, strategy.runtime.processes.world_size, strategy.device.count)
+    lines = summary.describe(config, batch, strategy, [loss_line, micro_line])
     return {line[:11].strip(): line[11:] for line in lines}
 
 
-def test_a_plan_for_devices_that_are_not_here_is_all_about_them():
-    run = ["--config=gpt2", "--max_steps=18865", "--total_batch_tokens=524288"]
+def test_a_dry_run_for_other_devices_describes_those_devices():
+    argv = ["--config=gpt2", "--max_steps=18865", "--total_batch_tokens=524288"]
     # 18,865 x 524,288 tokens at twice 1.748 and 1.59 M tokens/s: 2,830 and 3,110 s
-    many = panel("16xa100", *run, "--price_per_hour=30")
-    assert many["device"] == "A100, bf16 (auto), compiled (default)"
-    assert many["engine"] == "DDP over 16 processes on 2 nodes"
-    assert many["time"] == (
+    sixteen = panel("16xa100", *argv, "--price_per_hour=30")
+    assert sixteen["device"] == "A100, bf16 (auto), compiled (default)"
+    assert sixteen["engine"] == "DDP over 16 processes on 2 nodes"
+    assert sixteen["time"] == (
         "about 47 min 10 s to 51 min 50 s, $24 to $26, at 54.5 to 59.9 % MFU, published by S. Emani with llm.c "
         "and llm.c for 124 M parameters on 8 x A100"
     )
-    assert panel("a100", *run)["time"].startswith("about 12 h 35 min to 13 h 49 min at 54.5 to 59.9 % MFU")
+    assert panel("a100", *argv)["time"].startswith("about 12 h 35 min to 13 h 49 min at 54.5 to 59.9 % MFU")
     # 288,827 and 243,000 tokens/s
-    assert panel("v3-8", *run)["time"].startswith("about 9 h 31 min to 11 h 18 min at 42.2 to 50.2 % MFU, published by")
+    assert panel("v3-8", *argv)["time"].startswith("about 9 h 31 min to 11 h 18 min at 42.2 to 50.2 % MFU, published")
     eight = panel("8xh100", "--config=gpt2")
     assert eight == panel("8 x NVIDIA H100 80GB HBM3", "--config=gpt2") == panel("8xh100-sxm", "--config=gpt2")
     assert eight["batch"] == "524,288 tokens = 8 processes x 1 micro-step x 64 sequences x 1024"
@@ -70,40 +70,40 @@ def test_a_plan_for_devices_that_are_not_here_is_all_about_them():
         panel("h1000")
 
 
-def test_a_plan_shards_as_the_launch_asks(monkeypatch):
-    one = panel("8xa100", "--config=gpt2-xl")
+def test_a_dry_run_shards_as_the_launch_asks(monkeypatch):
+    ddp = panel("8xa100", "--config=gpt2-xl")
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", "ds_configs/zero3.json")
-    zero = panel("8xa100", "--config=gpt2-xl", "--micro_batch_size=8")
-    assert zero["engine"] == "ZeRO-3 over 8 processes on 1 node"
-    assert float(zero["memory"].split()[1]) < float(one["memory"].split()[1])
+    zero3 = panel("8xa100", "--config=gpt2-xl", "--micro_batch_size=8")
+    assert zero3["engine"] == "ZeRO-3 over 8 processes on 1 node"
+    assert float(zero3["memory"].split()[1]) < float(ddp["memory"].split()[1])
 
 
-def test_a_time_without_a_known_peak(monkeypatch):
-    unknown = panel("h100", peak_flops=None)
-    assert unknown["time"] == "the peak of this device is not known; the progress shows it after the first steps"
+def test_the_time_on_a_device_without_a_known_peak(monkeypatch):
+    time = panel("h100", peak_flops=None)["time"]
+    assert time == "the peak of this device is not known; the progress shows it after the first steps"
     assert "its peak in fp32 is not known" in panel("h100", "--precision=fp32")["time"]
     monkeypatch.setattr(cost, "cpu_flops", lambda precision: 100e9)
-    # 855,166,464 FLOP x 10 B tokens / (0.4 x 100 GFLOP/s) = 6.8 years: nobody should start this unwarned
-    cpu = panel("h100", "--config=gpt2", type="cpu", peak_flops=None)
-    assert cpu["time"] == "about 2474 d 9 h at 40 % of the 100 GFLOP/s that a matrix product reaches here now"
+    # 855,166,464 FLOP x 10 B tokens / (0.4 x 100 GFLOP/s) = 6.8 years
+    time = panel("h100", "--config=gpt2", type="cpu", peak_flops=None)["time"]
+    assert time == "about 2474 d 9 h at 40 % of the 100 GFLOP/s that a matrix product reaches here now"
 
 
-def test_what_does_not_fit_says_what_helps():
-    run = ["--config=gpt2-xl", "--micro_batch_size=4", "--gradient_checkpointing=false"]
-    config = parse_config(run)
-    needed = step_memory(config, batch_arithmetic(config, 1), precision="bf16", compiled=True).peak / 1e9
-    lines = panel("l4", *run)
-    assert lines["memory"].startswith(f"about {needed:.3g} GB a device (estimate) of 24.0 GB: state 24.9 GB")
+def test_a_run_that_does_not_fit_is_told_what_helps():
+    argv = ["--config=gpt2-xl", "--micro_batch_size=4", "--gradient_checkpointing=false"]
+    config = parse_config(argv)
+    peak = step_memory(config, batch_arithmetic(config, 1), precision="bf16", compiled=True).peak
+    lines = panel("l4", *argv)
+    assert lines["memory"].startswith(f"about {peak / 1e9:.3g} GB a device (estimate) of 24.0 GB: state 24.9 GB")
     assert "does not fit" in lines[""]
     assert "; weights, gradients and optimizer state alone take 24.9 GB: FSDP or ZeRO on several GPUs (" in lines[""]
     large = ["--config=gpt2-large", "--micro_batch_size=16", "--gradient_checkpointing=false"]
-    helps = "; what helps: a smaller --micro_batch_size, --gradient_checkpointing true (about a quarter slower), --loss"
-    assert helps in panel("l4", *large)[""]
-    with_it = panel("l4", *large[:2], "--gradient_checkpointing=true", "--loss_chunk_size=1024", memory=14e9)[""]
-    assert "; what helps: a smaller --micro_batch_size, or FSDP or ZeRO" in with_it, "what is on already does not"
-    assert "is tight and may fit" in panel("l4", *run, memory=int(1e9 * needed / HEADROOM / 1.04))[""]
-    assert "" not in panel("l4", *run, memory=int(1e9 * needed / HEADROOM) + 1)
+    tip = "; what helps: a smaller --micro_batch_size, --gradient_checkpointing true (about a quarter slower), --loss"
+    assert tip in panel("l4", *large)[""]
+    note = panel("l4", *large[:2], "--gradient_checkpointing=true", "--loss_chunk_size=1024", memory=14e9)[""]
+    assert "; what helps: a smaller --micro_batch_size, or FSDP or ZeRO" in note, "nothing that is on already"
+    assert "is tight and may fit" in panel("l4", *argv, memory=int(peak / HEADROOM / 1.04))[""]
+    assert "" not in panel("l4", *argv, memory=int(peak / HEADROOM) + 1)
 
 
 def test_the_closing_panel(whole_run, monkeypatch, tmp_path):
@@ -116,8 +116,8 @@ def test_the_closing_panel(whole_run, monkeypatch, tmp_path):
     ]
     monkeypatch.chdir(tmp_path)
     metrics.val_losses = {19073: 3.2}
-    report = list(summary.outcome(config, metrics, 3.2))[-2]  # with no line about the best
-    assert report == f"  make -C {ROOT} report RUN={shlex.quote(str(tmp_path / 'a run'))}"
+    report_line = list(summary.outcome(config, metrics, 3.2))[-2]
+    assert report_line == f"  make -C {ROOT} report RUN={shlex.quote(str(tmp_path / 'a run'))}"
     run, _, output = whole_run
     assert output.splitlines()[-4:] == [
         f"  transformers.AutoModelForCausalLM.from_pretrained('{run}/step_00000020')",

@@ -1,4 +1,4 @@
-"""Trackers: what each records of a run that is stopped and resumed, and that no tracker can stop a run."""
+"""Trackers: what each records of a stopped and resumed run, and that no tracker can stop a run."""
 
 import logging
 import os
@@ -20,13 +20,13 @@ from recipe.utils.errors import UserError
 from tests.canary import HUB_TOKEN, WANDB_KEY
 from tests.conftest import TINY, flags
 
-EACH = ("tensorboard", "wandb", "trackio")
-installed = {name: pytest.mark.skipif(not find_spec(name), reason=f"needs {name}") for name in EACH}
+NAMES = ("tensorboard", "wandb", "trackio")
+needs = {name: pytest.mark.skipif(not find_spec(name), reason=f"needs {name}") for name in NAMES}
 
 
 @pytest.fixture(autouse=True)
 def home(tmp_path, monkeypatch) -> Path:
-    """An empty home directory, and no variable that a tracker reads: no key, no mode."""
+    """An empty home directory, and no environment variable of a tracker, such as a key or a mode."""
     home = tmp_path / "home-of-ada"
     home.mkdir()
     for name in [n for n in os.environ if n.startswith(("WANDB_", "TRACKIO_", "NETRC"))]:
@@ -34,23 +34,23 @@ def home(tmp_path, monkeypatch) -> Path:
     monkeypatch.setenv("HOME", str(home))
     PartialState(cpu=True)
     yield home
-    if "wandb" in sys.modules:  # which keeps what it has read of the environment
+    if "wandb" in sys.modules:  # it caches the environment
         sys.modules["wandb"].teardown()
     PartialState._reset_state()
 
 
 @pytest.fixture
-def said(caplog):
-    """The messages so far."""
+def messages(caplog):
+    """A function that returns the recipe's messages so far."""
     caplog.set_level(logging.INFO, "recipe")
     return lambda: [record.getMessage() for record in caplog.records if record.name.startswith("recipe")]
 
 
-def track(run: Path, name: str, *steps: int, loss: float = 1.0, after: int = 0, run_id: str | None = None, **fields):
-    """Logs `steps` as a run that resumes after step `after` does; returns the Tracker."""
+def track(run: Path, name: str, *steps: int, loss: float = 1.0, resume: int = 0, run_id: str | None = None, **fields):
+    """Logs `steps` as a run that starts or resumes at step `resume`; returns the Tracker."""
     run.mkdir(exist_ok=True)
     settings = TINY | {"output_dir": run, "report_to": name, "run_name": "mine"} | fields
-    with closing(Tracker(parse_config(flags(**settings)), after)) as tracker:
+    with closing(Tracker(parse_config(flags(**settings)), resume)) as tracker:
         tracker.load_state_dict({"run_id": run_id or tracker.run_id})
         tracker.start()
         for step in steps:
@@ -59,92 +59,90 @@ def track(run: Path, name: str, *steps: int, loss: float = 1.0, after: int = 0, 
     return tracker
 
 
-@installed["tensorboard"]
-def test_tensorboard_shows_each_step_once_after_a_kill(tmp_path, said):
+@needs["tensorboard"]
+def test_tensorboard_shows_each_step_once_after_a_kill(tmp_path, messages):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     run = tmp_path / "run"
-    first = track(run, "tensorboard", 0, 10, 20, 30, loss=1.0)
-    track(run, "tensorboard", 20, 30, 40, loss=2.0, after=20, run_id=first.run_id)
+    tracker = track(run, "tensorboard", 0, 10, 20, 30, loss=1.0)
+    track(run, "tensorboard", 20, 30, 40, loss=2.0, resume=20, run_id=tracker.run_id)
     events = EventAccumulator(str(run / "tensorboard"))
     events.Reload()
-    shown = [(event.step, event.value) for event in events.Scalars("train/loss")]
-    assert shown == [(0, 1.0), (10, 1.0), (20, 2.0), (30, 2.0), (40, 2.0)]
+    losses = [(event.step, event.value) for event in events.Scalars("train/loss")]
+    assert losses == [(0, 1.0), (10, 1.0), (20, 2.0), (30, 2.0), (40, 2.0)]
     (sample,) = events.Tensors("val/sample/text_summary")
     assert (sample.step, sample.tensor_proto.string_val) == (40, [b"Once, at step 40"])
     (*_, configuration) = events.Tensors("configuration/text_summary")
     assert configuration.step == 20
     assert b'"learning_rate": 0.01,' in configuration.tensor_proto.string_val[0]
-    assert len(list((run / "tensorboard").iterdir())) == 2  # a file for each start: one run to look at
-    assert said() == [f"tracker    tensorboard --logdir {run}"] * 2
+    assert len(list((run / "tensorboard").iterdir())) == 2  # a file for each start, shown as one run
+    assert messages() == [f"tracker    tensorboard --logdir {run}"] * 2
 
 
 @pytest.mark.slow
-@installed["trackio"]
+@needs["trackio"]
 def test_trackio_continues_the_run(tmp_path, home, monkeypatch):
     import trackio.sqlite_storage
     import trackio.utils
 
-    for module in (trackio.sqlite_storage, trackio.utils):  # which read the environment when they were imported
+    for module in (trackio.sqlite_storage, trackio.utils):  # they read the environment when they are imported
         monkeypatch.setattr(module, "TRACKIO_DIR", home / "trackio")
-    first = track(tmp_path / "run", "trackio", 0, 10)
-    track(tmp_path / "run", "trackio", 20, after=10, run_id=first.run_id)
-    other = track(tmp_path / "run", "trackio", 0)
+    tracker = track(tmp_path / "run", "trackio", 0, 10)
+    track(tmp_path / "run", "trackio", 20, resume=10, run_id=tracker.run_id)
+    new_tracker = track(tmp_path / "run", "trackio", 0)
     with closing(sqlite3.connect(home / "trackio" / "gpt2-recipe.db")) as database:
         rows = database.execute("SELECT run_name, step FROM metrics").fetchall()
-    assert sorted(rows) == sorted(
-        [*((f"mine-{first.run_id}", step) for step in (0, 10, 20)), (f"mine-{other.run_id}", 0)]
-    )
+    expected = [(f"mine-{tracker.run_id}", step) for step in (0, 10, 20)] + [(f"mine-{new_tracker.run_id}", 0)]
+    assert sorted(rows) == sorted(expected)
 
 
 @pytest.mark.slow
-@installed["wandb"]
-def test_wandb_continues_the_run_and_is_offline_without_a_key(tmp_path, said):
+@needs["wandb"]
+def test_wandb_continues_the_run_and_is_offline_without_a_key(tmp_path, messages):
     run = tmp_path / "run"
-    first = track(run, "wandb", 0, 10)
-    track(run, "wandb", 20, after=10, run_id=first.run_id)
-    kept = [path.name for path in (run / "wandb").glob("offline-run-*")]
-    assert kept
-    # wandb adds "-1" to the second folder of one second.
-    assert all(name.removesuffix("-1").endswith(first.run_id) for name in kept)
-    assert said()[0].startswith(f"tracker    wandb is offline; to upload: wandb sync {run}/wandb/offline-run-")
+    tracker = track(run, "wandb", 0, 10)
+    track(run, "wandb", 20, resume=10, run_id=tracker.run_id)
+    names = [path.name for path in (run / "wandb").glob("offline-run-*")]
+    assert names
+    # wandb adds "-1" to the second folder of the same second.
+    assert all(name.removesuffix("-1").endswith(tracker.run_id) for name in names)
+    assert messages()[0].startswith(f"tracker    wandb is offline; to upload: wandb sync {run}/wandb/offline-run-")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [pytest.param(name, marks=installed[name]) for name in EACH])
-def test_no_secret_and_no_home_directory_in_what_a_tracker_uploads(tmp_path, home, name, monkeypatch):
+@pytest.mark.parametrize("name", [pytest.param(name, marks=needs[name]) for name in NAMES])
+def test_a_tracker_uploads_no_secret_and_no_home_directory(tmp_path, home, name, monkeypatch):
     if name == "trackio":
         import trackio.sqlite_storage
 
         monkeypatch.setattr(trackio.sqlite_storage, "TRACKIO_DIR", home / "trackio")
     monkeypatch.setenv("WANDB_API_KEY", WANDB_KEY)
     monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setattr("sys.argv", ["recipe/train.py", "--a-word-of-the-command-line"])
+    monkeypatch.setattr("sys.argv", ["recipe/train.py", "--a-flag-of-the-command"])
     track(tmp_path / "run", name, 0, 10, val_data=HUB_TOKEN, init_from=f"{home}/prompt")
-    written = [p for top in (tmp_path / "run", home) for p in top.rglob("*") if p.is_file()]
-    content = {path: path.read_bytes() for path in written}
-    assert b"~/prompt" in b"".join(content.values())
-    for path, data in content.items():
-        words = [HUB_TOKEN, WANDB_KEY, "--a-word-of-the-command-line"]
+    paths = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert any(b"~/prompt" in path.read_bytes() for path in paths)
+    for path in paths:
+        private_texts = [HUB_TOKEN, WANDB_KEY, "--a-flag-of-the-command"]
         if path.suffix in (".wandb", ".db") or "tfevents" in path.name or "files" in path.parts:
-            words.append(str(home))  # wandb's own log, which stays on this disk, names directories
-        assert not [word for word in words if word.encode() in data], path
+            private_texts.append(str(home))  # wandb's own log, which stays on this disk, names directories
+        assert not [text for text in private_texts if text.encode() in path.read_bytes()], path
 
 
 @pytest.mark.parametrize("method", ["", "start", "log", "finish"])
-def test_a_tracker_that_fails_costs_one_warning(tmp_path, monkeypatch, said, method):
+def test_a_tracker_that_fails_costs_one_warning(tmp_path, monkeypatch, messages, method):
     broken = MagicMock()
     fails = getattr(broken.return_value, method) if method else broken
     fails.side_effect = RuntimeError(f"no luck with {HUB_TOKEN}\nand a second line")
     monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "tensorboard", broken)
     track(tmp_path / "run", "tensorboard", 0, 10, 20)
-    warned = [line for line in said() if line.startswith("WARNING")]
-    assert warned == ["WARNING    tensorboard: no luck with ***; the run goes on without it, metrics.jsonl has all"]
+    warnings = [line for line in messages() if line.startswith("WARNING")]
+    assert warnings == ["WARNING    tensorboard: no luck with ***; the run goes on without it, metrics.jsonl has all"]
     assert fails.call_count == 1
     assert broken.mock_calls[-1][0] in ("", f"().{method}")  # it is not called again
 
 
-def test_what_is_not_installed_is_refused(monkeypatch):
+def test_a_tracker_that_is_not_installed_is_refused(monkeypatch):
     monkeypatch.setattr(trackers, "find_spec", lambda name: None)
     check_tracker("none")
     with pytest.raises(UserError, match=r"report_to is wandb, which is not installed: pip install -e '\.\[trackers\]'"):
@@ -152,6 +150,6 @@ def test_what_is_not_installed_is_refused(monkeypatch):
 
 
 def test_columns_are_grouped_by_training_and_evaluation():
-    line = {"step": 3, "loss": 2.0, "mfu": None, "val_loss": 1.0, "val_loss/code": 0.5, "hellaswag_llmc_acc": 0.3}
+    record = {"step": 3, "loss": 2.0, "mfu": None, "val_loss": 1.0, "val_loss/code": 0.5, "hellaswag_llmc_acc": 0.3}
     expected = {"train/loss": 2.0, "val/loss": 1.0, "val/loss/code": 0.5, "val/hellaswag_llmc_acc": 0.3}
-    assert metric_names(line) == expected
+    assert metric_names(record) == expected
