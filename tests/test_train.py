@@ -39,8 +39,8 @@ def losses(lines: dict) -> list[float]:
 
 @pytest.mark.parametrize("optim", ["adamw", "muon"])
 def test_golden_loss_curve(tmp_path, pytestconfig, optim):
-    """20 steps of a tiny configuration, which recipe/preflight.py takes on a user's machine. A change of numerics
-    updates the file and says so in its commit: python -m pytest tests/test_train.py -k golden --update_golden"""
+    """20 steps of a tiny configuration, which recipe/preflight.py takes on a user's machine too. A commit that changes
+    the numerics says so and updates the file: python -m pytest tests/test_train.py -k golden --update_golden"""
     curves = json.loads(GOLDEN.read_text())
     fields = curves["fields"] | {"dataset_name": tmp_path / "data", "output_dir": tmp_path / "run", "optim": optim}
     ok(run_train(*flags(**fields)))
@@ -59,14 +59,13 @@ def test_a_run_learns_and_reports(whole_run):
     assert list(lines) == list(range(21))
     assert lines[0]["val_loss"] == pytest.approx(np.log(50257), abs=0.05)  # uniform at the start
     assert lines[20]["val_loss"] < lines[10]["val_loss"] < lines[0]["val_loss"] - 1
-    assert [s for s, line in lines.items() if line["val_loss"] is not None] == [0, 10, 20]
-    keys = {"step", "tokens", "loss", "val_loss", "learning_rate", "grad_norm", "tokens_per_second", "mfu", "seconds"}
-    assert keys <= lines[20].keys()
+    assert [step for step, line in lines.items() if line["val_loss"] is not None] == [0, 10, 20]
     assert lines[20]["tokens"] == 20 * TINY["total_batch_tokens"]
     assert lines[1]["learning_rate"] == pytest.approx(1e-2 / 4)
     assert lines[4]["learning_rate"] == pytest.approx(1e-2)
     assert lines[20]["grad_norm"] > 0
     assert lines[20]["tokens_per_second"] > 0
+    assert lines[20]["seconds"] > 0
     assert lines[20]["mfu"] is None  # no peak is known for a CPU
 
 
@@ -102,8 +101,8 @@ def test_stop_and_resume_equals_never_stopping_bit_for_bit(shards, whole_run, tm
             assert resumed[step][key] == line[key], (step, key)
 
 
-def test_a_signal_stops_with_a_checkpoint_and_the_run_ends_as_if_it_had_not(shards, whole_run, tmp_path):
-    """SIGINT, which the process ignores at its start: so do background jobs of a shell, and what make starts."""
+def test_a_signal_stops_a_run_with_a_checkpoint_from_which_it_resumes_bit_for_bit(shards, whole_run, tmp_path):
+    """SIGINT, which is ignored when the process starts, as in background jobs of a shell and commands of make."""
     expected, lines, _ = whole_run
     run = tmp_path / "run"
     settings = TINY | {"dataset_name": shards, "output_dir": run, "dropout": 0.1}
@@ -129,62 +128,65 @@ def test_a_signal_stops_with_a_checkpoint_and_the_run_ends_as_if_it_had_not(shar
     assert 3 <= int(checkpoints(run)[-1].name[5:]) < 20
     resumed, _ = train(shards, run, dropout=0.1)
     assert_equal_tensors(run / "step_00000020", expected / "step_00000020")
-    assert [resumed[s]["loss"] for s in lines] == [lines[s]["loss"] for s in lines]
+    assert losses(resumed) == losses(lines)
 
 
-def test_dropout_changes_the_run(shards, whole_run, tmp_path):
+@pytest.fixture(scope="module")
+def short_run(shards, once):
+    """The directory of 6 steps of the tiny run, without dropout, in fp32."""
+    return once("short", lambda run: train(shards, run, max_steps=6)[1])[0]
+
+
+def test_dropout_changes_the_run(short_run, whole_run):
     """Otherwise the tests above would prove nothing about its random numbers."""
-    without, _ = train(shards, tmp_path / "run", max_steps=5)
-    assert losses(without)[1] != losses(whole_run[1])[1]
+    assert losses(by_step(short_run))[1] != losses(whole_run[1])[1]
 
 
-def test_running_again_says_that_the_run_is_complete_and_fresh_keeps_the_old_one(shards, tmp_path):
-    run = tmp_path / "run"
-    first, _ = train(shards, run, max_steps=6, save_steps="end")
-    before = (run / "metrics.jsonl").read_bytes()
-    _, output = train(shards, run, max_steps=6, save_steps="end")
+def test_a_complete_run_stays_as_it_is_and_fresh_moves_it_aside(shards, short_run, tmp_path):
+    run = shutil.copytree(short_run, tmp_path / "run")
+    _, output = train(shards, run, max_steps=6)
     assert "training is finished" in output
-    assert (run / "metrics.jsonl").read_bytes() == before
-    again, output = train(shards, run, max_steps=6, save_steps="end", fresh="true")
-    assert losses(again) == losses(first)
+    assert metrics(run) == metrics(short_run)
+    lines, _ = train(shards, run, max_steps=6, fresh="true")
+    assert losses(lines) == losses(by_step(short_run))
     assert (tmp_path / "run.old-1" / "step_00000006").is_dir()
-    words = flags(**TINY | {"dataset_name": tmp_path / "mistyped", "output_dir": run, "fresh": "true"})
-    assert run_train(*words).returncode == 2
+    settings = TINY | {"dataset_name": tmp_path / "mistyped", "output_dir": run, "fresh": "true"}
+    assert run_train(*flags(**settings)).returncode == 2
     assert (run / "step_00000006").is_dir(), "an error in the command moves nothing"
     assert not (tmp_path / "run.old-2").exists()
 
 
-def test_an_extended_run_keeps_what_its_last_step_measured_and_so_its_best_checkpoint(shards, tmp_path):
-    """The last step is evaluated whatever eval_steps; then a constant learning rate at which the run diverges."""
-    run, plan = tmp_path / "run", {"eval_steps": 20, "save_total_limit": 1}
-    first, _ = train(shards, run, **plan, max_steps=65, learning_rate=2e-3, sample_steps=40)
-    extended, output = train(shards, run, **plan, max_steps=90, learning_rate=1, min_lr_fraction=1)
+def test_an_extended_run_keeps_its_validation_losses_and_its_best_checkpoint(shards, tmp_path):
+    """The last step is evaluated whatever eval_steps; then the run diverges at a constant learning rate."""
+    run, settings = tmp_path / "run", {"eval_steps": 20, "save_total_limit": 1}
+    lines, _ = train(shards, run, **settings, max_steps=65, learning_rate=2e-3, sample_steps=40)
+    extended, output = train(shards, run, **settings, max_steps=90, learning_rate=1, min_lr_fraction=1)
     assert "the learning rate at step 65 was 0 and is" in output
-    measured = {step: line["val_loss"] for step, line in extended.items() if line["val_loss"] is not None}
-    assert list(measured) == [0, 20, 40, 60, 65, 80, 90]
-    assert min(measured, key=measured.get) == 65
+    val_losses = {step: line["val_loss"] for step, line in extended.items() if line["val_loss"] is not None}
+    assert list(val_losses) == [0, 20, 40, 60, 65, 80, 90]
+    assert min(val_losses, key=val_losses.get) == 65
     of_this_process = dict.fromkeys(("save_wait", "seconds", "peak_memory_bytes"))
-    assert extended[65] | of_this_process == first[65] | of_this_process
+    assert extended[65] | of_this_process == lines[65] | of_this_process
     assert extended[65]["sample"]
     assert [p.name for p in checkpoints(run)] == ["step_00000065", "step_00000090"]
-    again, _ = train(shards, run, max_steps=92, eval_steps=9)  # due at the step that it continues from
-    assert [s for s, line in again.items() if line["val_loss"] is not None] == [*measured, 92]
+    lines, _ = train(shards, run, max_steps=92, eval_steps=9)  # due at step 90 too, which is not evaluated again
+    assert [step for step, line in lines.items() if line["val_loss"] is not None] == [*val_losses, 92]
     assert [line["step"] for line in metrics(run)] == list(range(93))
 
 
-def test_bf16_gradient_checkpointing_and_chunks_follow_the_fp32_curve(shards, tmp_path):
-    plain, _ = train(shards, tmp_path / "fp32", max_steps=6)
+def test_bf16_gradient_checkpointing_and_chunks_follow_the_fp32_curve(shards, short_run, tmp_path):
     features = {"precision": "bf16", "gradient_checkpointing": "true", "loss_chunk_size": 50}
-    other, _ = train(shards, tmp_path / "bf16", max_steps=6, **features)
-    assert losses(other) == pytest.approx(losses(plain), abs=2e-2)
-    assert losses(other) != losses(plain)
+    lines, _ = train(shards, tmp_path / "bf16", max_steps=6, **features)
+    expected = losses(by_step(short_run))
+    assert losses(lines) == pytest.approx(expected, abs=2e-2)
+    assert losses(lines) != expected
     weight = load_file(tmp_path / "bf16" / "step_00000006" / "model.safetensors")["transformer.wte.weight"]
     assert weight.dtype == torch.float32
     assert not torch.equal(weight, weight.bfloat16().float())  # master weights have bits that bf16 lacks
 
 
-def test_a_compiled_run_is_the_same_to_the_bit_after_a_resumption(shards, tmp_path):
-    """With two threads, which add to the same rows of the embedding's gradient, in the second half too."""
+def test_a_compiled_run_resumes_bit_for_bit(shards, tmp_path):
+    """With two threads, which add to the same rows of the embedding's gradient."""
     settings = {"torch_compile": "true", "max_steps": 8, "save_steps": 4, "eval_steps": "end", "dataset_name": shards}
     settings = TINY | settings | {"n_layer": 1, "total_batch_tokens": 512, "micro_batch_size": 32}
 
@@ -193,37 +195,35 @@ def test_a_compiled_run_is_the_same_to_the_bit_after_a_resumption(shards, tmp_pa
 
     run = tmp_path / "run"
     output_of(run)
-    again = forget_after(4, shutil.copytree(run, tmp_path / "again"))
-    assert "from step 4" in output_of(again)
-    assert_equal_tensors(again / "step_00000008", run / "step_00000008")
-    assert losses(by_step(again)) == losses(by_step(run))
+    resumed = forget_after(4, shutil.copytree(run, tmp_path / "resumed"))
+    assert "from step 4" in output_of(resumed)
+    assert_equal_tensors(resumed / "step_00000008", run / "step_00000008")
+    assert losses(by_step(resumed)) == losses(by_step(run))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("gradient_checkpointing", ["false", "true"])  # the whole model, each block by itself
+@pytest.mark.parametrize("gradient_checkpointing", ["false", "true"])  # compiles the model, or each block by itself
 def test_compiling_changes_neither_the_numbers_nor_the_names(shards, tmp_path, gradient_checkpointing):
     settings = {"max_steps": 4, "warmup_steps": 1, "eval_steps": 2, "n_layer": 1}
     settings |= {"gradient_checkpointing": gradient_checkpointing}
-    plain, _ = train(shards, tmp_path / "plain", **settings)
-    everything = (
-        TINY | settings | {"dataset_name": shards, "output_dir": tmp_path / "compiled", "torch_compile": "true"}
-    )
-    everything |= {"loss_chunk_size": 100, "hellaswag_steps": 2, "hellaswag_limit": 20, "sample_steps": 2}
-    result = ok(run_train(*flags(**everything), env={"TORCH_LOGS": "recompiles"}))
-    # Training and the validation that needs no gradients are two programs; nothing else is compiled for an evaluation.
+    eager, _ = train(shards, tmp_path / "eager", **settings)
+    settings |= {"dataset_name": shards, "output_dir": tmp_path / "compiled", "torch_compile": "true"}
+    settings |= {"loss_chunk_size": 100, "hellaswag_steps": 2, "hellaswag_limit": 20, "sample_steps": 2}
+    result = ok(run_train(*flags(**TINY | settings), env={"TORCH_LOGS": "recompiles"}))
+    # Training is one program, and validation, which needs no gradients, another; other evaluations compile none.
     reasons = re.findall(r"- \d+/\d+: (.+)", result.stdout + result.stderr)
     assert {reason.strip() for reason in reasons} == {"GLOBAL_STATE changed: grad_mode"}
     compiled = by_step(tmp_path / "compiled")
-    assert losses(compiled) == pytest.approx(losses(plain), abs=1e-4)
-    assert compiled[4]["val_loss"] == pytest.approx(plain[4]["val_loss"], abs=1e-4)
-    a, b = tensors(tmp_path / "compiled" / "step_00000004"), tensors(tmp_path / "plain" / "step_00000004")
-    assert a.keys() == b.keys()
+    assert losses(compiled) == pytest.approx(losses(eager), abs=1e-4)
+    assert compiled[4]["val_loss"] == pytest.approx(eager[4]["val_loss"], abs=1e-4)
+    names, expected_names = (tensors(tmp_path / run / "step_00000004").keys() for run in ("compiled", "eager"))
+    assert names == expected_names
 
 
 def test_fine_tuning_starts_from_given_weights(shards, whole_run, tmp_path):
     run, lines, _ = whole_run
-    start = run / "step_00000020"
-    tuned, _ = train(shards, tmp_path / "run", max_steps=2, warmup_steps=0, init_from=start, learning_rate=1e-6)
+    settings = {"init_from": run / "step_00000020", "max_steps": 2, "warmup_steps": 0, "learning_rate": 1e-6}
+    tuned, _ = train(shards, tmp_path / "run", **settings)
     assert tuned[0]["val_loss"] == pytest.approx(lines[20]["val_loss"], abs=1e-5)
 
 
@@ -238,18 +238,20 @@ def test_fine_tuning_starts_from_given_weights(shards, whole_run, tmp_path):
         ({"init_from": "{tmp}"}, 2, "no model.safetensors"),
         ({"init_from": "{run}/step_00000020", "n_embd": 64}, 2, r"init_from .* has n_embd \d+ \(recipe: 64\)"),
         ({"init_from": "ORG/NAME"}, 0, "note +not checked: init_from ORG/NAME .*the Hub cannot be reached"),
-        ({"output_dir": "{run}", "seed": 2}, 0, "validation"),  # there the run is not
+        ({"output_dir": "{run}", "seed": 2}, 0, "validation"),  # the earlier run is not on those devices
     ],
 )
-def test_a_plan_checks_its_inputs(shards, whole_run, tmp_path, capsys, monkeypatch, fields, code, output):
+def test_a_dry_run_for_other_devices_checks_the_inputs(
+    shards, whole_run, tmp_path, capsys, monkeypatch, fields, code, output
+):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "short.bin").write_bytes(b"x")
-    names = {k: v.format(tmp=tmp_path, run=whole_run[0]) if isinstance(v, str) else v for k, v in fields.items()}
-    settings = TINY | {"dataset_name": shards, "output_dir": tmp_path / "run"} | names
-    assert main([*flags(**settings), "--dry_run=h100"]) == code
+    settings = TINY | {"dataset_name": shards, "output_dir": tmp_path / "run"} | fields
+    argv = [flag.format(tmp=tmp_path, run=whole_run[0]) for flag in flags(**settings)]
+    assert main([*argv, "--dry_run=h100"]) == code
     printed = capsys.readouterr()
     assert re.search(output, printed.err if code else printed.out), printed
-    assert [path.name for path in tmp_path.iterdir()] == ["short.bin"]  # it writes nothing
+    assert [path.name for path in tmp_path.iterdir()] == ["short.bin"]
 
 
 @pytest.mark.parametrize(
@@ -261,9 +263,9 @@ def test_a_plan_checks_its_inputs(shards, whole_run, tmp_path, capsys, monkeypat
         ({"seed": 2, "fresh": "true"}, 0, "validation"),
     ],
 )
-def test_a_plan_says_where_the_run_would_continue(shards, whole_run, fields, code, output):
-    run, before = whole_run[0], (whole_run[0] / "metrics.jsonl").read_bytes()
+def test_a_dry_run_prints_from_where_the_run_would_continue(shards, whole_run, fields, code, output):
+    run, lines, _ = whole_run
     result = run_train(*flags(**TINY | {"dataset_name": shards, "output_dir": run} | fields), "--dry_run")
     assert result.returncode == code
     assert re.search(output, result.stderr if code else result.stdout)
-    assert (run / "metrics.jsonl").read_bytes() == before
+    assert by_step(run) == lines
