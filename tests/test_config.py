@@ -1,4 +1,4 @@
-"""Configuration, batch arithmetic, what is due when, and every shipped YAML."""
+"""Configuration, batch arithmetic, the schedule of evaluations and saves, and every recipe in recipe/configs/."""
 
 import dataclasses
 import json
@@ -20,7 +20,9 @@ RECIPES = sorted((ROOT / "recipe" / "configs").glob("*.yaml"))
 
 @pytest.fixture
 def recipe(tmp_path):
-    def write(text: str):
+    """A function that writes a recipe and returns its --config flag."""
+
+    def write(text: str) -> str:
         path = tmp_path / "mine.yaml"
         path.write_text(text)
         return f"--config={path}"
@@ -29,23 +31,27 @@ def recipe(tmp_path):
 
 
 def refused(*argv: str) -> str:
+    """The error message for a command line."""
     with pytest.raises(UserError) as error:
         parse_config(list(argv))
     return str(error.value)
 
 
 def test_a_new_field_is_a_decision():
-    """It is a flag, a key, a line of --help and a choice for everyone."""
+    """Each is a flag, a key, a line of --help and a choice for every user."""
     assert len(FIELDS) <= 71
 
 
-def test_a_run_that_others_can_audit_is_deterministic_unless_its_user_says_no(recipe):
-    of = lambda *words: parse_config([*words, "--hub_model_id=an-org/a-name"]).run.deterministic  # noqa: E731
-    assert [of("--push_to_hub=true"), of("--push_to_hub=state")] == [False, True]
-    assert of("--push_to_hub=state", "--deterministic=false") is False
+def test_a_run_that_others_can_audit_is_deterministic_by_default():
+    for *argv, expected in (
+        ("--push_to_hub=true", False),
+        ("--push_to_hub=state", True),
+        ("--push_to_hub=state", "--deterministic=false", False),
+    ):
+        assert parse_config([*argv, "--hub_model_id=an-org/a-name"]).run.deterministic is expected
 
 
-def test_yaml_then_command_line(recipe):
+def test_the_command_line_overrides_the_recipe(recipe):
     mine = recipe("dataset_name: somewhere\nlearning_rate: 1e-3\ntorch_compile: true\nmax_steps: 1e2\nval_data:\n")
     config = parse_config([mine, "--warmup_steps", "7", "--torch_compile", "false", "--fresh", "--eval_steps=2.5e2"])
     assert config.optimizer.learning_rate == 1e-3  # YAML 1.1 reads 1e-3 as a string
@@ -53,94 +59,90 @@ def test_yaml_then_command_line(recipe):
     assert (config.run.torch_compile, config.run.fresh) == (False, True)
     assert config.data.val_data == ""
     assert (config.run.run_name, config.run.output_dir) == ("mine", "runs/mine")
-    assert parse_config(["--config", "gpt2"]).run.run_name == "gpt2"  # a shipped one, by its name
+    assert parse_config(["--config", "gpt2"]).run.run_name == "gpt2"  # a recipe of recipe/configs/, by its name
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.run.seed = 3
 
 
-def test_another_optimizer_or_schedule_drops_what_the_recipe_has_for_its_own():
+def test_another_optimizer_or_schedule_drops_the_values_for_the_default_one():
     default = parse_config([]).optimizer
     assert (default.optim, default.muon_weight_decay, default.decay_fraction) == ("muon", 0.02, 0.6)
-    other = parse_config(["--optim=adamw", "--lr_scheduler_type=cosine"]).optimizer
-    assert (other.muon_weight_decay, other.decay_fraction) == (0.1, 0.2)
+    changed = parse_config(["--optim=adamw", "--lr_scheduler_type=cosine"]).optimizer
+    assert (changed.muon_weight_decay, changed.decay_fraction) == (0.1, 0.2)
     assert "muon_weight_decay is for optim muon" in refused("--optim=adamw", "--muon_weight_decay=0.02")
 
 
-def test_an_unknown_name_is_refused_with_what_it_may_mean(recipe):
+def test_an_unknown_name_is_refused_with_a_suggestion(recipe):
     for argument in ("--learning_rat=secret", recipe("dataset_name: x\nlearning_rat: secret")):
         message = refused(argument)
         assert re.search(r"unknown (key )?'(--)?learning_rat'; did you mean 'learning_rate'\?$", message)
     assert refused("--my_rate=1").endswith("; see --help, or docs/migrating.md for the names in other programs")
 
 
-def test_a_recipes_values_are_the_words_that_were_written(recipe):
-    """In YAML 1.1 these are a truth value, 64, another one and 63."""
-    path = recipe(
+def test_values_of_a_recipe_are_read_as_they_are_written(recipe):
+    """In YAML 1.1 `no` and `on` are booleans, 0100 is 64 and 1:03 is 63."""
+    config_flag = recipe(
         "dataset_name: wikimedia/wikipedia\nstreaming: true\ndataset_config: no\nmax_steps: 0100\nrun_name: on\n"
         "val_data:\ninit_from: null\nlearning_rate: 1e-3\n"
     )
-    config = parse_config([path])
+    config = parse_config([config_flag])
     assert (config.data.dataset_config, config.optimizer.max_steps, config.run.run_name) == ("no", 100, "on")
     assert (config.data.val_data, config.model.init_from, config.optimizer.learning_rate) == ("", "", 1e-3)
     assert "warmup_steps is '1:03'; it must be INTEGER" in refused(recipe("warmup_steps: 1:03"))
 
 
-COMMANDS = {
-    ("recipe/best.py", "--hours", "2h"): "argument --hours: invalid float value: '2h'",
-    ("-m", "eval.hellaswag", "--limit", "abc"): "argument --limit: abc is not a positive number",
-    ("-m", "recipe.hub.export", "--boost"): "unrecognized arguments: --boost",
-}
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("recipe/best.py --hours 2h", "argument --hours: invalid float value: '2h'"),
+        ("-m eval.hellaswag --limit abc", "argument --limit: abc is not a positive integer"),
+        ("-m recipe.hub.export --boost", "unrecognized arguments: --boost"),
+    ],
+)
+def test_a_mistake_in_any_command_is_one_line(command, message):
+    result = programs.run(*command.split())
+    assert (result.returncode, result.stderr) == (2, f"error: {message}\n")
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[-1])
-def test_a_mistake_in_any_command_is_one_line(command):
-    result = programs.run(*command)
-    assert (result.returncode, result.stderr) == (2, f"error: {COMMANDS[command]}\n")
-
-
-def test_the_table_of_other_programs_names_names_fields_that_exist():
+def test_the_migration_guide_names_fields_that_exist():
     page = (ROOT / "docs" / "migrating.md").read_text()
-    here = [line.strip("| ").split("|")[-1] for line in page.splitlines() if line.startswith("|")]
+    cells = [line.strip("| ").split("|")[-1] for line in page.splitlines() if line.startswith("|")]
     values = {"auto", "cosine", "linear", "wsd", "adamw", "muon", "wandb", "tensorboard", "trackio"}
-    named = {name for cell in here for name in re.findall(r"`([a-z]\w+)`", cell)} - values
-    assert len(named) > 30
-    assert named - FIELDS.keys() <= {"bf16", "fp16", "tf32", "fp32"}
+    names = {name for cell in cells for name in re.findall(r"`([a-z]\w+)`", cell)} - values
+    assert len(names) > 30
+    assert names - FIELDS.keys() <= {"bf16", "fp16", "tf32", "fp32"}
 
 
 def test_help_has_every_field_with_the_recipes_value(capsys):
     with pytest.raises(SystemExit) as end:
         parse_config(["--config=gpt2", "--help"])
     assert end.value.code == 0
-    shown = " ".join(capsys.readouterr().out.split())
-    assert all(f" --{name} " in shown for name in FIELDS)
-    assert "transformer blocks (default: 12)" in shown
-    assert "peak learning rate of AdamW (default: 0.0006)" in shown
-    assert "(default: )" not in shown
+    text = " ".join(capsys.readouterr().out.split())
+    assert all(f" --{name} " in text for name in FIELDS)
+    assert "transformer blocks (default: 12)" in text
+    assert "peak learning rate of AdamW (default: 0.0006)" in text
+    assert "(default: )" not in text
 
 
 @pytest.mark.parametrize(
-    ("command", "usage", "does"),
+    ("command", "usage", "description"),
     [
-        (["recipe/train.py"], "recipe/train.py", "Trains GPT-2"),
-        (["recipe/preflight.py"], "recipe/preflight.py", "proves a machine in two minutes"),
-        (
-            ["-m", "recipe.data.prepare"],
-            "python -m recipe.data.prepare",
-            "text files or a Hub data set ->",
-        ),
+        ("recipe/train.py", "recipe/train.py", "Trains GPT-2"),
+        ("recipe/preflight.py", "recipe/preflight.py", "proves a machine in two minutes"),
+        ("-m recipe.data.prepare", "python -m recipe.data.prepare", "text files or a Hub data set ->"),
     ],
 )
-def test_help_says_what_each_command_does(command, usage, does):
-    printed = ok(programs.run(*command, "--help")).stdout
-    assert printed.startswith(f"usage: {usage} [--config RECIPE]")
-    assert does in printed.partition("Model:")[0]
+def test_help_describes_each_command(command, usage, description):
+    text = ok(programs.run(*command.split(), "--help")).stdout
+    assert text.startswith(f"usage: {usage} [--config RECIPE]")
+    assert description in text.partition("Model:")[0]
 
 
-def test_each_limit_is_of_a_field_and_kept():
-    beyond = {"min": -1, "above": 0, "max": 1, "below": 0}
+def test_a_value_beyond_a_limit_is_refused():
+    excess = {"min": -1, "above": 0, "max": 1, "below": 0}
     for name, field in FIELDS.items():
         for kind, limit in field.metadata["limits"].items():
-            value = type(field.default)(limit + beyond[kind])
+            value = type(field.default)(limit + excess[kind])
             assert f"{name} is {value}; it must be " in refused(f"--{name}={value}")
 
 
@@ -160,12 +162,12 @@ def test_each_limit_is_of_a_field_and_kept():
         ("n_layer: 2", "dataset_name is empty"),
     ],
 )
-def test_a_recipe_that_cannot_be_read(recipe, text, message):
+def test_a_recipe_that_cannot_be_read_is_refused(recipe, text, message):
     assert message in refused(recipe(text))
 
 
 @pytest.mark.parametrize("name", ["gpt2", "a/b/c", "../gpt2", "acme/gpt 2"])
-def test_a_repository_is_org_and_name(name):
+def test_a_repository_that_is_not_org_and_name_is_refused(name):
     assert f"hub_model_id '{name}' must be ORG/NAME" in refused(f"--hub_model_id={name}")
 
 
@@ -179,10 +181,9 @@ def test_batch_arithmetic():
 
 
 def test_parameters_and_flops_of_gpt2s_sizes():
-    sizes = [
-        parameter_count(parse_config(["--config", f"gpt2{size}"]).model) for size in ("", "-medium", "-large", "-xl")
-    ]
-    assert sizes == [124_439_808, 354_823_168, 774_030_080, 1_557_611_200]
+    names = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
+    counts = [parameter_count(parse_config([f"--config={name}"]).model) for name in names]
+    assert counts == [124_439_808, 354_823_168, 774_030_080, 1_557_611_200]
     config = parse_config(["--config=gpt2"])
     assert flops_per_token(config.model, 1024) == pytest.approx(855.2e6, rel=1e-4)
     small = dataclasses.replace(config.model, n_layer=2, n_embd=48, n_head=3)
@@ -208,44 +209,38 @@ def test_the_gpt2_recipes_score_hellaswag_and_sample_as_llm_c_does():
     """HellaSwag every 250 steps and at the end; a sample at the end, for GPT-2 124M every 250 steps from step 0 on."""
     for size in ("", "-fineweb", "-medium", "-large", "-xl"):
         config = parse_config([f"--config=gpt2{size}"])
-        due = [due_at(step, config) for step in (0, 249, 250, config.optimizer.max_steps)]
-        assert [at.hellaswag for at in due] == [False, False, True, True]
-        assert [at.sample for at in due] == [not size, False, not size, True]
+        tasks = [due_at(step, config) for step in (0, 249, 250, config.optimizer.max_steps)]
+        assert [due.hellaswag for due in tasks] == [False, False, True, True]
+        assert [due.sample for due in tasks] == [not size, False, not size, True]
 
 
-def test_0_is_never_and_end_is_at_the_end_only(recipe):
-    """Of the last validation and the last checkpoint nothing can be without, so 0 is refused there."""
-    for name, due in {
-        "eval_steps": "eval",
-        "save_steps": "save",
-        "sample_steps": "sample",
-        "hellaswag_steps": "hellaswag",
-    }.items():
+@pytest.mark.parametrize("task", ["eval", "save", "sample", "hellaswag"])
+def test_0_is_never_and_end_is_at_the_end_only(recipe, task):
+    """A run needs its last validation and its last checkpoint, so 0 is refused there."""
 
-        def steps(value, name=name, due=due):
-            config = parse_config(
-                [recipe(f"dataset_name: x\nlr_scheduler_type: cosine\n{name}: {value}"), "--max_steps=9"]
-            )
-            return [step for step in range(10) if getattr(due_at(step, config), due)]
+    def steps(value):
+        config_flag = recipe(f"dataset_name: x\nlr_scheduler_type: cosine\n{task}_steps: {value}")
+        config = parse_config([config_flag, "--max_steps=9"])
+        return [step for step in range(10) if getattr(due_at(step, config), task)]
 
-        assert steps("end") == [9]
-        assert steps(4)[-3:] == [4, 8, 9]
-        if name in ("eval_steps", "save_steps"):
-            assert refused(f"--{name}=0") == f"{name} is 0; it must be at least 1 or end"
-        else:
-            assert steps(0) == []
+    assert steps("end") == [9]
+    assert steps(4)[-3:] == [4, 8, 9]
+    if task in ("eval", "save"):
+        assert refused(f"--{task}_steps=0") == f"{task}_steps is 0; it must be at least 1 or end"
+    else:
+        assert steps(0) == []
 
 
-def test_no_name_stands_in_two_kinds_of_file():
-    """A recipe owns hyperparameters and precision, Accelerate's file the processes: nothing may be said twice."""
+def test_no_setting_is_in_two_kinds_of_file():
+    """A recipe has hyperparameters and precision, Accelerate's file the processes, DeepSpeed's the sharding."""
     recipes = {key for path in RECIPES for key in yaml.safe_load(path.read_text())}
     hardware = set()
     for path in sorted((ROOT / "accelerate_configs").glob("*.yaml")):
         text = path.read_text()
         assert re.match(rf"# (\w+=\S+ )*accelerate launch --config_file accelerate_configs/{path.name} ", text)
-        assert yaml.safe_load(text).get("mixed_precision", "no") == "no"  # Accelerate asks for it, the recipe decides
+        assert yaml.safe_load(text).get("mixed_precision", "no") == "no"  # Accelerate needs it, the recipe decides
         hardware |= yaml.safe_load(text).keys()
     assert len(recipes) > 10
     assert not (recipes | FIELDS.keys()) & hardware
-    for path in (ROOT / "ds_configs").glob("*.json"):  # how to shard; what else it must name, the recipe decides
+    for path in (ROOT / "ds_configs").glob("*.json"):
         assert {key for key, value in json.loads(path.read_text()).items() if value != "auto"} == {"zero_optimization"}
