@@ -7,7 +7,7 @@ from pathlib import Path
 CANARY = "canary5Ecret0123456789"
 HUB_TOKEN = "hf_" + "Canary0123456789" * 2
 WANDB_KEY = "c0ffee" * 6 + "c0de"
-# Where they belong. CANARY is in none of these: only its place tells that it is a secret.
+# The environment of a program. CANARY is not in it: only its place, such as a password in a URL, makes it a secret.
 ENVIRONMENT = {
     "HF_TOKEN": HUB_TOKEN,
     "WANDB_API_KEY": WANDB_KEY,
@@ -20,7 +20,7 @@ URL = f"http://user:{CANARY}@127.0.0.1:9/text.jsonl?token={CANARY}"
 
 
 def search(directory: Path, texts: Iterable[str]) -> list[str]:
-    """Where a secret is: the lines of `texts` and the paths of files that hold one, or whose name does."""
+    """The lines of `texts` that hold a secret, and the paths of files whose name or content does."""
     secrets = [secret.encode() for secret in EVERYWHERE]
     leaks = [line for text in texts for line in text.splitlines() if any(s in line.encode() for s in secrets)]
     for path in sorted(directory.rglob("*")):

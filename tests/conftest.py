@@ -1,4 +1,4 @@
-"""Helpers of the tests."""
+"""Fixtures and helpers of all tests."""
 
 import json
 import logging
@@ -20,14 +20,14 @@ from tests.processes import ROOT, environment
 # Tests must not depend on, or wait for, a network.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# Tests run side by side, with more threads than cores: one that waits for the others must not do so at full speed.
+# Tests run in parallel, with more threads than cores: a thread that waits for others must not spin.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 SHAKESPEARE = ROOT / "recipe" / "data" / "tiny_shakespeare.txt"
 
-# The tiny configuration: every run of a test starts from it. fp32, so that numbers mean the same everywhere. The
-# vocabulary is GPT-2's, so that time goes with the tokens.
+# The tiny configuration, from which the runs of all tests start. In fp32, so that numbers agree on all machines. The
+# vocabulary is GPT-2's, so most of the time goes into the head, by the number of tokens.
 TINY = {
     "n_layer": 2,
     "n_head": 2,
@@ -51,7 +51,8 @@ TINY = {
     "eval_tokens": 256,
 }
 
-# The same on every engine, accumulation and clipping at work. A rate of 1e-2 would blow up rounding itself.
+# A run whose losses are compared between engines, with gradient accumulation and clipping. A learning rate of 1e-2
+# would amplify rounding.
 EQUAL = TINY | {
     "total_batch_tokens": 128,
     "max_steps": 50,
@@ -65,18 +66,19 @@ EQUAL = TINY | {
 
 @pytest.fixture(scope="session")
 def once(tmp_path_factory):
-    """name, make -> a directory that make(directory) has filled, and what it returned, through JSON: made by the first
-    of pytest-xdist's workers that asks, while others who ask wait."""
-    base = tmp_path_factory.getbasetemp()
-    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    """A function: name, make -> a directory that make(directory) has filled, and its result, as JSON. The first of
+    pytest-xdist's workers that needs it makes it, and the others wait."""
+    base_dir = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        base_dir = base_dir.parent
 
     def get(name: str, make) -> tuple:
-        directory, returned = shared / name, shared / f"{name}.json"
-        with FileLock(shared / f"{name}.lock"):
-            if not returned.exists():
+        directory, result_path = base_dir / name, base_dir / f"{name}.json"
+        with FileLock(base_dir / f"{name}.lock"):
+            if not result_path.exists():
                 shutil.rmtree(directory, ignore_errors=True)
-                returned.write_text(json.dumps(make(directory)))
-        return directory, json.loads(returned.read_text())
+                result_path.write_text(json.dumps(make(directory)))
+        return directory, json.loads(result_path.read_text())
 
     return get
 
@@ -98,7 +100,7 @@ def shards(once) -> Path:
 
 @pytest.fixture(autouse=True)
 def messages_reach_caplog():
-    """Also after a test that has called a command's main(), which sends them to standard output."""
+    """Undoes set_up_logging, which a command's main() calls to print messages on standard output."""
     yield
     logger = logging.getLogger("recipe")
     logger.handlers, logger.propagate = [], True
@@ -110,7 +112,7 @@ def pytest_addoption(parser):
 
 
 def flags(**fields) -> list[str]:
-    return [f"--{k}={v}" for k, v in fields.items()]
+    return [f"--{name}={value}" for name, value in fields.items()]
 
 
 def launch(
@@ -122,29 +124,30 @@ def launch(
     timeout: int = 600,
     real: bool = False,
 ) -> subprocess.CompletedProcess:
-    """A script under a file of accelerate_configs/, in `processes` processes; `real`: through the launcher itself."""
+    """Runs a script in `processes` processes, as `accelerate launch` does with accelerate_configs/<config>.yaml; with
+    `real`, through the launcher itself."""
     if config.startswith("zero") and find_spec("deepspeed") is None:
         pytest.skip("needs DeepSpeed, which is installed on Linux only")
     if real:
         path = ROOT / "accelerate_configs" / f"{config}.yaml"
         options = f"--quiet --num_processes {processes} --main_process_port 0 --config_file"
-        words = [sys.executable, "-m", "accelerate.commands.launch", *options.split(), path, *command]
-        return subprocess.run(words, cwd=cwd, env=environment(env), capture_output=True, text=True, timeout=timeout)
-    asked = {}
+        argv = [sys.executable, "-m", "accelerate.commands.launch", *options.split(), path, *command]
+        return subprocess.run(argv, cwd=cwd, env=environment(env), capture_output=True, text=True, timeout=timeout)
+    launcher_env = {}
     if config.startswith("zero"):
-        asked = {
+        launcher_env = {
             "ACCELERATE_USE_DEEPSPEED": "true",
             "ACCELERATE_DEEPSPEED_CONFIG_FILE": f"ds_configs/{config}.json",
             "ACCELERATE_CONFIG_DS_FIELDS": "deepspeed_config_file,zero3_init_flag",
             "ACCELERATE_DEEPSPEED_ZERO3_INIT": "false",
         }
     if config == "fsdp":
-        asked = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": "true"}
-    return programs.run(*command, env=asked | (env or {}), cwd=cwd, processes=processes, timeout=timeout)
+        launcher_env = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": "true"}
+    return programs.run(*command, env=launcher_env | (env or {}), cwd=cwd, processes=processes, timeout=timeout)
 
 
 def ok(result: subprocess.CompletedProcess) -> subprocess.CompletedProcess:
-    """What a program that has succeeded has printed."""
+    """The result of a program, which must have succeeded."""
     assert result.returncode == 0, result.stdout + result.stderr
     return result
 
@@ -152,30 +155,30 @@ def ok(result: subprocess.CompletedProcess) -> subprocess.CompletedProcess:
 def run_train(
     *arguments: str, processes: int = 1, env: dict | None = None, cwd: Path = ROOT, timeout: int = 600
 ) -> subprocess.CompletedProcess:
-    """Runs recipe/train.py as a user would: plain python, or two and more CPU processes as accelerate starts them."""
+    """Runs recipe/train.py as a user does: with Python, or in several CPU processes as `accelerate launch` does."""
     ranks = processes if processes > 1 else 0
     return programs.run(ROOT / "recipe/train.py", *arguments, env=env, cwd=cwd, processes=ranks, timeout=timeout)
 
 
 def interpreted(*words: str) -> dict | list:
-    """What a Python program prints, as JSON, whose kernels Triton's interpreter runs: in a process of its own, since
-    TRITON_INTERPRET counts when Triton is imported."""
-    command, variables = [sys.executable, *words], os.environ | {"TRITON_INTERPRET": "1"}
-    result = subprocess.run(command, capture_output=True, text=True, env=variables)
+    """The JSON that a Python program prints, with its kernels run by Triton's interpreter: in a new process, since
+    Triton reads TRITON_INTERPRET when it is imported."""
+    env = os.environ | {"TRITON_INTERPRET": "1"}
+    result = subprocess.run([sys.executable, *words], capture_output=True, text=True, env=env)
     if "only 0-dimensional arrays can be converted" in result.stderr:
-        pytest.skip("the interpreter of this Triton (3.6) cannot count with this numpy (2.5)")
+        pytest.skip("Triton 3.6's interpreter does not support numpy 2.5")
     return json.loads(ok(result).stdout)
 
 
 @contextmanager
 def files_of_at_most(size: int):
-    """In the place of a full disk: a limit of what this process may write to a file."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    """Context: a limit in bytes on each file that this process writes, in place of a full disk."""
+    soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard_limit))
     try:
         yield
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft_limit, hard_limit))
 
 
 def metrics(run: Path) -> list[dict]:
@@ -194,14 +197,14 @@ def tensors(checkpoint: Path) -> dict:
 
 
 def assert_equal_tensors(checkpoint: Path, expected: Path) -> None:
-    """Weights and optimizer state are equal to the bit."""
-    actual, wanted = tensors(checkpoint), tensors(expected)
-    assert actual.keys() == wanted.keys()
-    assert [name for name in actual if not actual[name].equal(wanted[name])] == []
+    """Asserts that weights and optimizer state are equal to the bit."""
+    actual_tensors, expected_tensors = tensors(checkpoint), tensors(expected)
+    assert actual_tensors.keys() == expected_tensors.keys()
+    assert [name for name, tensor in actual_tensors.items() if not tensor.equal(expected_tensors[name])] == []
 
 
 def train(shards, run, processes=1, **fields):
-    """A tiny run into `run`; its metrics by step."""
+    """Trains a tiny run in the directory `run`; returns its metrics by step and its output."""
     settings = TINY | {"dataset_name": shards, "output_dir": run} | fields
     result = ok(run_train(*flags(**settings), processes=processes))
     return by_step(run), result.stdout
@@ -215,10 +218,10 @@ def whole_run(shards, once):
 
 
 def forget_after(step: int, run: Path) -> Path:
-    """The run as it was after a step: without the checkpoints that it saved later."""
-    for later in run.glob("step_*"):
-        if int(later.name[5:]) > step:
-            shutil.rmtree(later)
+    """Deletes the checkpoints after a step, as if the run had been killed then; returns the run's directory."""
+    for checkpoint in run.glob("step_*"):
+        if int(checkpoint.name[5:]) > step:
+            shutil.rmtree(checkpoint)
     return run
 
 
@@ -233,7 +236,7 @@ def own_model(directory: Path):
 
 @pytest.fixture(scope="session")
 def tiny_gpt2():
-    """n_positions, initializer_range -> a random GPT-2 with GPT-2's tokenizer, as the evaluation commands load one."""
+    """A function: n_positions, initializer_range -> a random GPT-2 with GPT-2's tokenizer, as `eval` loads one."""
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel, GPT2TokenizerFast
 
@@ -244,7 +247,7 @@ def tiny_gpt2():
 
     def make(n_positions: int = 64, initializer_range: float = 0.3) -> common.Loaded:
         torch.manual_seed(0)
-        # The wide initialisation spreads the logits: nearly uniform ones would agree whatever the scorer did.
+        # A wide initialization spreads the logits: if they were nearly uniform, any scorer would agree.
         sizes = {"n_positions": n_positions, "n_layer": 2, "n_embd": 32, "n_head": 2}
         model = GPT2LMHeadModel(GPT2Config(**sizes, initializer_range=initializer_range)).eval()
         return common.Loaded("tiny", None, model, tokenizer)

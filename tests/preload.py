@@ -1,4 +1,4 @@
-"""What the forkserver of tests/processes.py holds before the first program starts: libraries, and the tokenizer, whose
+"""What the forkserver of tests/processes.py loads before the first program starts: libraries, and the tokenizer, whose
 tables take longer to read than a tiny run to train."""
 
 import gc

@@ -1,12 +1,12 @@
-"""Runs the recipe's programs in forked processes, which need not import torch again.
+"""Runs the recipe's programs in forked processes, which do not have to import torch again.
 
     run("recipe/train.py", "--max_steps=4")    as `python recipe/train.py --max_steps=4`
     run("-m", "recipe.hub.export", "runs/mine")    as `python -m recipe.hub.export runs/mine`
     run("recipe/train.py", processes=2)    as `accelerate launch` of two CPU processes, without the launcher
 
-They are children of multiprocessing's forkserver, which has imported the libraries once. What an import depends on (see
-FRESH) is given to a new interpreter instead. Tests of launchers, signals to a process group and the like start the real
-command themselves.
+They are children of multiprocessing's forkserver, which has imported the libraries once. A program with an environment
+variable that affects an import (FRESH) gets a new interpreter instead. Tests of launchers, of signals to a process
+group and the like start the real command themselves.
 """
 
 import multiprocessing
@@ -27,9 +27,9 @@ from unittest import mock
 from tests.faults.shim import built as shim
 
 ROOT = Path(__file__).resolve().parents[1]
-# Variables that are read while a library is imported.
+# Prefixes of variables that libraries read when they are imported.
 FRESH = ("HF_", "HOME", "MALLOC_", "MKL_", "OMP_", "PJRT_", "TORCH_", "TRACKIO", "TRANSFORMERS_", "WANDB_")
-# What `accelerate launch` tells the processes of an engine; tests/engine/ holds the real launcher to the same results.
+# What `accelerate launch` sets in its processes; tests/engine/ compares their results with the real launcher's.
 LAUNCHED = {"ACCELERATE_MIXED_PRECISION": "no", "TORCHELASTIC_RUN_ID": "none"}
 
 _context = multiprocessing.get_context("forkserver")
@@ -37,7 +37,8 @@ _context.set_forkserver_preload(["tests.preload"])
 
 
 def environment(changes: dict | None = None) -> dict:
-    """Of a run on the CPU, on a machine with GPUs too; a thread a process: the same sums whatever the machine."""
+    """The environment of a run on the CPU, even if there are GPUs; with one thread, so that sums are the same on every
+    machine."""
     variables = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"} | (changes or {})
     if variables["ACCELERATE_USE_CPU"] == "true":
         variables["CUDA_VISIBLE_DEVICES"] = ""
@@ -49,27 +50,27 @@ def environment(changes: dict | None = None) -> dict:
 
 
 class Running:
-    """A program: one process, or `processes` that find each other as torchrun's. `env` is what differs in its
-    environment."""
+    """A running program: one process or, with `processes`, several that find each other as torchrun's do. `env` are
+    changes to the environment."""
 
     def __init__(self, *argv, env: dict[str, str] | None = None, cwd: Path = ROOT, processes: int = 0):
         self.args, self._directory = tuple(map(str, argv)), tempfile.TemporaryDirectory()
         self.ranks = []
         _start_server()
-        shared = {"WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes, "MASTER_ADDR": "127.0.0.1"}
+        group_env = {"WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes, "MASTER_ADDR": "127.0.0.1"}
         self._port = socket.socket()
         if processes > 1:
-            # Kept, and not listened on, until they have ended: nobody but rank 0, which asks for it, is given it.
+            # Bound, without listening, until the processes have ended: only rank 0, which asks for this port, gets it.
             self._port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             self._port.bind(("", 0))
-        shared["MASTER_PORT"] = self._port.getsockname()[1]  # 0 for one process, which lets the system choose
+        group_env["MASTER_PORT"] = self._port.getsockname()[1]  # 0 for one process: the system chooses
         for rank in range(processes or 1):
             variables = environment(env)
             if processes:
-                own = shared | {"RANK": rank, "LOCAL_RANK": rank}
-                variables = LAUNCHED | variables | {name: str(value) for name, value in own.items()}
-            outputs = [self._output(name, rank) for name in ("stdout", "stderr")]
-            process = _context.Process(target=_become, args=(self.args, variables, str(cwd), outputs))
+                rank_env = group_env | {"RANK": rank, "LOCAL_RANK": rank}
+                variables = LAUNCHED | variables | {name: str(value) for name, value in rank_env.items()}
+            output_paths = [self._output(name, rank) for name in ("stdout", "stderr")]
+            process = _context.Process(target=_become, args=(self.args, variables, str(cwd), output_paths))
             process.start()
             self.ranks.append(process)
 
@@ -82,12 +83,12 @@ class Running:
 
     @property
     def stdout(self) -> str:
-        """What was printed so far, of all processes in the order of their ranks."""
+        """The standard output so far, of all processes in the order of their ranks."""
         return self._printed("stdout")
 
     @property
     def stderr(self) -> str:
-        """The same of what went to standard error."""
+        """The standard error so far, likewise."""
         return self._printed("stderr")
 
     @property
@@ -97,34 +98,33 @@ class Running:
 
     @property
     def codes(self) -> list[int | None]:
-        """Exit codes by rank; negative: the signal it died of; None: it runs."""
+        """Exit codes by rank: the negative number of a signal that killed the process, None while it runs."""
         return [process.exitcode for process in self.ranks]
 
     def send_signal(self, number: int, rank: int | None = None) -> None:
-        """To one process, or to all, of those that run."""
+        """Sends a signal to one process, or to all, that still run."""
         for process in self.ranks if rank is None else [self.ranks[rank]]:
             if process.exitcode is None:
                 os.kill(process.pid, number)
 
     def until(self, text: str, seconds: float = 60) -> None:
-        """Waits for a text in the output."""
+        """Waits until `text` is in the output."""
         deadline = time.monotonic() + seconds
         while text not in self.output:
             assert time.monotonic() < deadline, f"{text!r} did not come\n{self.output}"
             time.sleep(0.02)
 
     def wait(self, timeout: float = 600, *, together: bool = True, grace: float = 30) -> int:
-        """The exit code of the first that failed, or 0. `together`: as with torchrun, the first that fails ends the
-        others, by SIGTERM and SIGKILL `grace` seconds later. Kills what is left, and raises TimeoutExpired, after
-        `timeout` seconds."""
+        """Waits for the end; returns the exit code of the first process that failed, or 0. With `together`, a process
+        that fails ends the others, as with torchrun: by SIGTERM, and by SIGKILL `grace` seconds later. After `timeout`
+        seconds kills all processes and raises TimeoutExpired."""
         deadline, code = time.monotonic() + timeout, 0
         try:
-            while alive := [process for process in self.ranks if process.exitcode is None]:
-                wait_for([process.sentinel for process in alive], max(0.0, deadline - time.monotonic()))
-                failed = [status for status in self.codes if status]
-                if failed and not code:
-                    code = failed[0]
-                    if together:
+            while processes := [process for process in self.ranks if process.exitcode is None]:
+                wait_for([process.sentinel for process in processes], max(0.0, deadline - time.monotonic()))
+                if not code:
+                    code = next(filter(None, self.codes), 0)
+                    if code and together:
                         deadline = min(deadline, time.monotonic() + grace)
                         self.send_signal(signal.SIGTERM)
                 if time.monotonic() > deadline:
@@ -136,7 +136,7 @@ class Running:
         return code or next(filter(None, self.codes), 0)
 
     def kill(self) -> None:
-        """Ends all processes and whatever they have started."""
+        """Kills all processes and their children."""
         for process in self.ranks:
             if process.exitcode is None:
                 try:
@@ -148,7 +148,7 @@ class Running:
 
 
 class Forked(Running):
-    """In the place of subprocess.Popen: a Python program that leads a process group and prints into a file."""
+    """A replacement for subprocess.Popen: a Python program that leads a process group and prints into a file."""
 
     def __init__(self, command, stdout, env: dict[str, str] | None = None, **_):
         self._file = Path(stdout.name)
@@ -161,35 +161,32 @@ class Forked(Running):
         return self._file
 
     def poll(self) -> int | None:
-        """The exit code; None: it runs."""
+        """The exit code, None while the program runs."""
         return self.codes[0]
 
-    @property
-    def returncode(self) -> int | None:
-        """The same."""
-        return self.poll()
+    returncode = property(poll)
 
 
-# In the place of a module's subprocess.
+# A replacement for a module's `subprocess`.
 forking = SimpleNamespace(**vars(subprocess) | {"Popen": Forked})
 
 
 def run(
     *argv, env: dict[str, str] | None = None, cwd: Path = ROOT, processes: int = 0, timeout: float = 600
 ) -> subprocess.CompletedProcess:
-    """Runs a program to its end; kills it, and raises TimeoutExpired, after `timeout` seconds."""
+    """Runs a program to its end; kills it after `timeout` seconds and raises TimeoutExpired."""
     if not processes and _needs_fresh(variables := environment(env)):
-        words = [sys.executable, *map(str, argv)]
-        return subprocess.run(words, env=variables, cwd=cwd, timeout=timeout, capture_output=True, text=True)
+        command = [sys.executable, *map(str, argv)]
+        return subprocess.run(command, env=variables, cwd=cwd, timeout=timeout, capture_output=True, text=True)
     running = Running(*argv, env=env, cwd=cwd, processes=processes)
     code = running.wait(timeout)
     return subprocess.CompletedProcess(running.args, code, running.stdout, running.stderr)
 
 
 def _start_server() -> None:
-    """Starts the forkserver, unless it runs, with the shim under it, for the faults of any program."""
-    preloaded = [shim(), os.environ.get("LD_PRELOAD", "")]  # such as tcmalloc
-    with mock.patch.dict(os.environ, LD_PRELOAD=":".join(filter(None, preloaded))):
+    """Starts the forkserver, unless it runs, with the shim that injects faults into programs."""
+    libraries = [shim(), os.environ.get("LD_PRELOAD", "")]  # such as tcmalloc
+    with mock.patch.dict(os.environ, LD_PRELOAD=":".join(filter(None, libraries))):
         forkserver.ensure_running()
 
 
@@ -197,14 +194,14 @@ def _needs_fresh(env: dict[str, str]) -> bool:
     return any(env.get(k) != os.environ.get(k) for k in {*env, *os.environ} if k.startswith(FRESH))
 
 
-def _become(argv: tuple[str, ...], env: dict[str, str], cwd: str, files: list[Path]) -> None:
+def _become(argv: tuple[str, ...], env: dict[str, str], cwd: str, output_paths: list[Path]) -> None:
     """In the forked process: does what a new interpreter would do with this command line."""
     os.setsid()
     os.environ.clear()
     os.environ.update(env)
     os.chdir(cwd)
-    for number, path in enumerate(files, 1):
-        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    for descriptor, path in enumerate(output_paths, 1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
     sys.stdin = open(os.devnull)  # noqa: SIM115 - for the life of the process
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where make runs in the background
     if env.get("RECIPE_FAULT"):  # as tests/faults/load/sitecustomize.py does in a new interpreter
