@@ -1,6 +1,5 @@
 """A run whose nodes are launched differently does not train."""
 
-import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -15,13 +14,13 @@ from recipe.utils.processes import Processes
 
 
 class Launch(Processes):
-    """All processes of a launch, of which this one is the main one unless another has sent `main`."""
+    """One process of a launch; the first that broadcasts is rank 0."""
 
-    main, others_differ = None, False
+    sent_by_rank_0, others_differ = None, False
 
     def broadcast_object(self, value: dict) -> dict:
-        type(self).main = self.main or value
-        return self.main
+        Launch.sent_by_rank_0 = self.sent_by_rank_0 or value
+        return self.sent_by_rank_0
 
     def anywhere(self, condition: bool) -> bool:
         return condition or self.others_differ
@@ -34,34 +33,34 @@ def node(processes: Processes, precision: str = "fp32") -> SimpleNamespace:
 def test_a_node_that_is_launched_differently_is_refused(monkeypatch, tmp_path):
     (tmp_path / "recipe" / "data").mkdir(parents=True)
     monkeypatch.setattr(components, "ROOT", tmp_path)
-    words = ["--max_steps=60", "--warmup_steps=1"]
-    config = parse_config([*words, "--output_dir=/mnt/a"])
-    monkeypatch.setattr(Launch, "main", None)
-    check_same_launch(config, node(Launch()))  # the main one
-    check_same_launch(parse_config([*words, "--output_dir=/b"]), node(Launch()))  # paths may differ
-    differing = parse_config(["--max_steps=50", "--warmup_steps=1", "--seed=3", "--fresh"])
+    argv = ["--max_steps=60", "--warmup_steps=1"]
+    config = parse_config([*argv, "--output_dir=/mnt/a"])
+    monkeypatch.setattr(Launch, "sent_by_rank_0", None)
+    check_same_launch(config, node(Launch()))  # rank 0
+    check_same_launch(parse_config([*argv, "--output_dir=/b"]), node(Launch()))  # paths may differ
+    other_config = parse_config(["--max_steps=50", "--warmup_steps=1", "--seed=3", "--fresh"])
     with pytest.raises(UserError, match=r"max_steps 50 here, 60 on rank 0; .*seed 3 here, 1337 on rank 0; .*"):
-        check_same_launch(differing, node(Launch()))
+        check_same_launch(other_config, node(Launch()))
     with pytest.raises(UserError, match="precision 'bf16' here, 'fp32' on rank 0"):
         check_same_launch(config, node(Launch(), precision="bf16"))
     mixture = "--dataset_name=[{name: A, weight: 1}, {name: B, weight: 3}]"
     with pytest.raises(UserError, match=r"dataset_name's weights \[250, 750\] here, \[1000\] on rank 0"):
-        check_same_launch(parse_config([*words, mixture]), node(Launch()))
+        check_same_launch(parse_config([*argv, mixture]), node(Launch()))
     (tmp_path / "recipe" / "data" / "b.py").write_text("y")
     with pytest.raises(UserError, match=r"code of recipe/ '[0-9a-f]{8}' here, '[0-9a-f]{8}' on rank 0"):
         check_same_launch(config, node(Launch()))
     (tmp_path / "recipe" / "data" / "b.py").unlink()
     monkeypatch.setattr(Launch, "others_differ", True)
-    with pytest.raises(UserError, match="on another process; its error message has the cause"):  # the one that is right
+    with pytest.raises(UserError, match="on another process; its error message has the cause"):
         check_same_launch(config, node(Launch()))
 
 
 def test_fresh_and_restarts_are_refused_together(monkeypatch):
     config = parse_config(["--output_dir=runs/mine"])
-    fresh = dataclasses.replace(config, run=dataclasses.replace(config.run, fresh=True))
+    fresh_config = config.replace(fresh=True)
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
     check_same_launch(config, node(Processes()))
     with pytest.raises(UserError, match=r"--fresh would start over at each of the 3 restarts .* move runs/mine away"):
-        check_same_launch(fresh, node(Processes()))
+        check_same_launch(fresh_config, node(Processes()))
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "0")
-    check_same_launch(fresh, node(Processes()))
+    check_same_launch(fresh_config, node(Processes()))

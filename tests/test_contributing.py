@@ -24,7 +24,7 @@ def copy(tmp_path_factory):
     root = tmp_path_factory.mktemp("copy")
     for name in ("recipe", "eval", "accelerate_configs"):
         shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
-    env = os.environ | {"GIT_CEILING_DIRECTORIES": str(root.parent)}  # or paths are of the repository around
+    env = os.environ | {"GIT_CEILING_DIRECTORIES": str(root.parent)}  # else paths are relative to an outer repository
     for diff in (diff for diffs, _ in SECTIONS.values() for diff in diffs):
         for file in re.split(r"^(?=--- )", diff, flags=re.MULTILINE)[1:]:
             command = ["git", "apply", "--recount", "--unidiff-zero", "-"]
@@ -34,7 +34,7 @@ def copy(tmp_path_factory):
 
 @pytest.fixture
 def call(copy, shards, tmp_path):
-    """title, or a command -> what the commands of that section print; a training run is tiny, into tmp_path/run."""
+    """A function: title of a section -> what its command prints. A training run is tiny and goes into tmp_path/run."""
     tiny = flags(**(TINY | {"dataset_name": shards, "output_dir": tmp_path / "run", "max_steps": 6, "save_steps": 3}))
 
     def run(title: str) -> str:
@@ -43,13 +43,13 @@ def call(copy, shards, tmp_path):
         launcher = f"{sys.executable} -m accelerate.commands.launch --main_process_port 0"
         line = line.replace("accelerate launch", launcher).replace("python recipe", f"{sys.executable} recipe")
         variables = environment() | {"PYTHONPATH": str(copy)}
-        words = ["bash", "-c", f"{line} {settings}"]
-        return ok(subprocess.run(words, cwd=copy, env=variables, capture_output=True, text=True, timeout=300)).stdout
+        command = ["bash", "-c", f"{line} {settings}"]
+        return ok(subprocess.run(command, cwd=copy, env=variables, capture_output=True, text=True, timeout=300)).stdout
 
     return run
 
 
-def test_what_the_guide_adds_is_python_and_short(copy):
+def test_each_example_is_valid_python_of_less_than_20_lines(copy):
     assert len(SECTIONS) == 4
     for title, (diffs, _) in SECTIONS.items():
         assert 0 < len(re.findall(r"^\+(?!\+\+ )", "".join(diffs), re.MULTILINE)) < 20, title
@@ -58,25 +58,25 @@ def test_what_the_guide_adds_is_python_and_short(copy):
 
 
 @pytest.mark.slow
-def test_a_model_size_and_a_data_set(call):
+def test_the_examples_of_a_model_size_and_a_data_set(call):
     assert "6 layers, 6 heads, 384 wide" in call("A model size")
     assert "data       Salesforce/wikitext wikitext-103-raw-v1, streamed into data/" in call("A data set")
 
 
 @pytest.mark.slow
-def test_an_optimizer(call, whole_run, tmp_path):
+def test_the_example_of_an_optimizer(call, whole_run, tmp_path):
     call("An optimizer")
     losses = [line["loss"] for line in metrics(tmp_path / "run")[1:]]
     assert losses != [line["loss"] for line in metrics(whole_run[0])[1:7]]  # AdamW's
-    last = tmp_path / "run" / "step_00000006"
-    weights = (last / "model.safetensors").read_bytes()
-    shutil.rmtree(last)
+    checkpoint = tmp_path / "run" / "step_00000006"
+    weights = (checkpoint / "model.safetensors").read_bytes()
+    shutil.rmtree(checkpoint)
     assert "from step 3" in call("An optimizer")
-    assert (last / "model.safetensors").read_bytes() == weights
+    assert (checkpoint / "model.safetensors").read_bytes() == weights
 
 
 @pytest.mark.slow
-def test_an_engine(call, tmp_path):
+def test_the_example_of_an_engine(call, tmp_path):
     assert "DDP over 2 processes" in call("An engine")
     first, *_, last = metrics(tmp_path / "run")
     assert last["val_loss"] < first["val_loss"]

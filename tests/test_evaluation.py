@@ -11,15 +11,13 @@ from tests.eval.conftest import load
 
 
 def test_hellaswag_and_samples_during_training(shards, tmp_path):
-    """Two processes, 9 rows; at 64 positions some of them are cut."""
+    """Two processes share 9 rows; with 64 positions some rows are truncated."""
     settings = {"max_steps": 4, "warmup_steps": 1, "hellaswag_steps": 4, "hellaswag_limit": 9, "sample_steps": 2}
     lines, output = train(shards, tmp_path / "run", processes=2, **settings)
     assert "HellaSwag (9 rows)" in output
-    assert [step for step, line in lines.items() if f"step {step}: sample {line.get('sample')!r}\n" in output] == [
-        0,
-        2,
-        4,
-    ]
+    assert {step for step, line in lines.items() if line.get("sample")} == {0, 2, 4}
+    for step in (0, 2, 4):
+        assert f"step {step}: sample {lines[step]['sample']!r}\n" in output
     loaded = load(tmp_path / "run")
     counts = hellaswag.count_correct(loaded.lm, hellaswag.load_rows(9))
     for name in ("llmc_acc", "llmc_acc_norm", "lmeval_acc", "lmeval_acc_norm"):
@@ -28,28 +26,26 @@ def test_hellaswag_and_samples_during_training(shards, tmp_path):
 
 def test_samples_continue_the_prompts_that_the_user_chooses(shards, tmp_path):
     prompts = "ROMEO:\nShall I compare thee"
-    lines, output = train(
-        shards, tmp_path / "run", max_steps=4, warmup_steps=1, sample_steps="end", sample_prompt=prompts
-    )
-    first, second = lines[4]["sample"].split("\n---\n")
-    assert first.startswith("ROMEO:")
-    assert second.startswith("Shall I compare thee")
-    assert len(first) > len("ROMEO:") + 10
-    assert f"step 4: sample {lines[4]['sample']!r}\n" in output
+    settings = {"max_steps": 4, "warmup_steps": 1, "sample_steps": "end", "sample_prompt": prompts}
+    lines, _ = train(shards, tmp_path / "run", **settings)
+    romeo, sonnet = lines[4]["sample"].split("\n---\n")
+    assert romeo.startswith("ROMEO:")
+    assert sonnet.startswith("Shall I compare thee")
+    assert len(romeo) > len("ROMEO:") + 10
 
 
 def test_a_sample_is_drawn_from_the_likeliest_tokens_by_its_seed(tiny_gpt2, monkeypatch):
-    theirs = tiny_gpt2().model
-    own = GPT2LMHeadModel(theirs.config)
-    own.load_weights(theirs.state_dict(), "test")
-    own.eval()
-    prompt = list(range(1000, 1080))  # more than there is room for: 64 positions, of which 48 are for the sample
+    reference = tiny_gpt2().model
+    model = GPT2LMHeadModel(reference.config)
+    model.load_weights(reference.state_dict(), "test")
+    model.eval()
+    prompt = list(range(1000, 1080))  # too long: of 64 positions, 48 are for the sample
     with torch.no_grad():
-        one, same, other = (evaluation.continuation(own, prompt, seed) for seed in (1, 1, 2))
-        assert one == same != other
+        samples = [evaluation.continuation(model, prompt, seed) for seed in (1, 1, 2)]
+        assert samples[0] == samples[1] != samples[2]
         monkeypatch.setattr(evaluation, "TOP_K", 1)
-        continued = evaluation.continuation(own, prompt, seed=1)
+        greedy = evaluation.continuation(model, prompt, seed=1)
     ids = torch.tensor([prompt[-16:]])
     options = {"do_sample": False, "max_new_tokens": 48, "pad_token_id": 0, "eos_token_id": None}
-    expected = theirs.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, 16:].tolist()
-    assert continued == expected
+    expected = reference.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, 16:].tolist()
+    assert greedy == expected

@@ -1,5 +1,4 @@
-"""Every link to a file or heading and every file named in the documentation exists; also in `make lint`, without a
-network."""
+"""Every link to a file or heading and every file named in the documentation exists. `make lint` runs this too."""
 
 import re
 
@@ -11,7 +10,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *s
 
 
 def anchors(text: str) -> set[str]:
-    """Of a page's headings, as GitHub makes them."""
+    """The anchors that GitHub gives a page's headings."""
     titles = re.findall("^#+ (.*)$", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles}
 
@@ -25,7 +24,7 @@ def test_links_and_files_named_exist(page):
             assert linked.exists(), target
             assert not heading or heading in anchors(linked.read_text()), f"{target}#{heading}"
     for path in re.findall(r"`((?:recipe|eval|accelerate_configs|ds_configs|tests)/[\w./-]+)`", text):
-        assert (ROOT / path).exists() or page.name == "CHANGELOG.md", path  # which names what is gone
+        assert (ROOT / path).exists() or page.name == "CHANGELOG.md", path  # it names deleted files
 
 
 def test_the_readme_links_every_page():

@@ -1,4 +1,4 @@
-"""How messages are printed (recipe/utils/log.py), and how numbers are written in them (recipe/utils/units.py)."""
+"""How messages are printed (recipe/utils/log.py), and the numbers in them (recipe/utils/units.py)."""
 
 import logging
 import os
@@ -8,7 +8,7 @@ import pytest
 from recipe.utils import log, units
 
 
-def test_messages_are_the_main_processs(capsys):
+def test_only_the_main_process_prints_messages(capsys):
     logger = logging.getLogger("recipe.anything")
     log.set_up_logging()
     logger.info("data       %d tokens", 3)
@@ -17,14 +17,14 @@ def test_messages_are_the_main_processs(capsys):
     assert capsys.readouterr() == ("data       3 tokens\n", "")
 
 
-def test_a_full_disk_under_the_standard_output_ends_no_run(monkeypatch):
-    with open("/dev/full", "w") as full:
-        monkeypatch.setattr("sys.stdout", full)
+def test_a_full_disk_under_standard_output_raises_no_error(monkeypatch):
+    with open("/dev/full", "w") as stdout:
+        monkeypatch.setattr("sys.stdout", stdout)
         log.set_up_logging()
         logging.getLogger("recipe.train").info("step 1")
         with pytest.raises(OSError, match="No space left"):
-            full.flush()  # which shows that the line was not written
-        os.dup2(os.open(os.devnull, os.O_WRONLY), full.fileno())  # to close it without an error
+            stdout.flush()  # shows that the line was not written
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stdout.fileno())  # to close it without an error
 
 
 def test_durations():
@@ -34,6 +34,6 @@ def test_durations():
 
 
 def test_sizes():
-    """Of three digits, also where the rounding reaches the next unit: 1,907 steps of 524,288 tokens are 1 B."""
+    """Three digits, also where rounding reaches the next unit: 1,907 steps of 524,288 tokens are 1 B."""
     sizes = {7: "7", 999_400: "999 k", 999_500: "1 M", 1_234_567: "1.23 M", 1907 * 524_288: "1 B", 10**13: "10 T"}
     assert {size: units.si(size, "B") for size in sizes} == sizes

@@ -9,24 +9,26 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.conftest import ROOT, SHAKESPEARE, by_step, flags, launch, ok, run_train
 
-STEPS = 25  # at step 30 this order of the data has a spike of 4 nats, which makes 3e-3 of a difference in rounding
+STEPS = 25  # at step 30 this data order has a spike of 4 nats, which amplifies rounding to 3e-3
 
 
 @pytest.fixture(scope="module")
 def recipe_run(tmp_path_factory):
-    """(shards, losses of recipe/train.py). Its first steps, all of the warm-up, are those of the whole recipe."""
-    at = tmp_path_factory.mktemp("minimal")
-    fields = {"dataset_name": at / "shards", "train_text": SHAKESPEARE, "output_dir": at / "run", "max_steps": 51}
+    """(shards, losses of recipe/train.py): the first steps, in the warm-up, which do not depend on max_steps."""
+    directory = tmp_path_factory.mktemp("minimal")
+    fields = {"dataset_name": directory / "shards", "output_dir": directory / "run"}
+    fields |= {"train_text": SHAKESPEARE, "max_steps": 51}
     fields |= {"optim": "adamw", "precision": "fp32", "logging_steps": 1, "eval_tokens": 1024}
     ok(run_train(*flags(**fields)))
-    return at / "shards", [by_step(at / "run")[step]["loss"] for step in range(1, STEPS + 1)]
+    lines = by_step(directory / "run")
+    return directory / "shards", [lines[step]["loss"] for step in range(1, STEPS + 1)]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("config", "processes"), [("single", 1), ("ddp", 2)])
 def test_the_losses_are_those_of_the_recipe(recipe_run, tmp_path, config, processes):
     shards, expected = recipe_run
-    # As its own command line is: no variable that asks for the CPU.
+    # As a user runs it: no variable asks for the CPU.
     env = {"ACCELERATE_USE_CPU": "false", "CUDA_VISIBLE_DEVICES": ""}
     command = ("examples/minimal.py", f"--data={shards}", f"--steps={STEPS}", f"--out={tmp_path}")
     result = ok(launch(config, processes, *command, env=env))
@@ -37,16 +39,16 @@ def test_the_losses_are_those_of_the_recipe(recipe_run, tmp_path, config, proces
 
 
 def test_more_processes_than_sequences_are_refused(shards, monkeypatch, capsys):
-    program = runpy.run_path(str(ROOT / "examples" / "minimal.py"))["main"]
-    nine = SimpleNamespace(process_index=0, num_processes=9)
-    monkeypatch.setitem(program.__globals__, "Accelerator", lambda **_: nine)
+    main = runpy.run_path(str(ROOT / "examples" / "minimal.py"))["main"]
+    accelerator = SimpleNamespace(process_index=0, num_processes=9)
+    monkeypatch.setitem(main.__globals__, "Accelerator", lambda **_: accelerator)
     monkeypatch.setattr("sys.argv", ["minimal.py", f"--data={shards}"])
     with pytest.raises(SystemExit):
-        program()
+        main()
     assert "8 sequences do not divide among 9 processes" in capsys.readouterr().err
 
 
-def test_it_imports_nothing_of_the_recipe_and_stays_short():
+def test_the_example_imports_nothing_of_the_recipe_and_stays_short():
     lines = (ROOT / "examples" / "minimal.py").read_text().splitlines()
     assert not [line for line in lines if re.match(r"\s*(from|import) (recipe|eval|benchmarks)\b", line)]
     assert len(lines) <= 220

@@ -11,8 +11,8 @@ PROGRAM = "import os, time\nprint(os.environ['MASTER_PORT'] + '.', flush=True)\n
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_nobody_else_is_given_the_port_where_the_processes_meet(tmp_path, processes):
-    """One process lets the system choose, several are told one that is theirs on every address until they listen."""
+def test_the_port_where_processes_meet_is_reserved(tmp_path, processes):
+    """One process gets port 0, so that the system chooses; several get one that is reserved on every address."""
     (tmp_path / "program.py").write_text(PROGRAM)
     running = Running(tmp_path / "program.py", processes=processes)
     try:
@@ -20,7 +20,7 @@ def test_nobody_else_is_given_the_port_where_the_processes_meet(tmp_path, proces
         port = int(running.stdout.partition(".")[0])
         assert (port == 0) == (processes == 1)
         for address in ("", "127.0.0.1") if port else ():
-            with closing(socket.socket()) as other, pytest.raises(OSError, match="in use"):
-                other.bind((address, port))
+            with closing(socket.socket()) as listener, pytest.raises(OSError, match="in use"):
+                listener.bind((address, port))
     finally:
         running.kill()

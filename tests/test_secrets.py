@@ -43,20 +43,20 @@ def secrets(monkeypatch):
         ("'open sesame' on a qwertzuiop", f"'{HIDDEN}' on a qwertzuiop"),
     ],
 )
-def test_what_is_hidden_and_what_is_not(secrets, text, expected):
+def test_redaction_hides_secrets_and_the_home_directory_only(secrets, text, expected):
     assert redact(text) == (text if expected is None else expected)
     assert redact(redact(text)) == redact(text)
     assert redacted({"a": [{"b": text}, None], "n": 3}) == {"a": [{"b": redact(text)}, None], "n": 3}
 
 
 def test_a_run_in_the_home_directory_continues(secrets, caplog):
-    """Its saved configuration has ~ and is compared with one that has the full path."""
+    """Its saved configuration has ~, and is compared with one that has the full path."""
     caplog.set_level("INFO")
     config = parse_config(["--dataset_name=~/shards", "--output_dir=/home/ada/run"])
     assert config.data.dataset_name == "/home/ada/shards"
-    saved = json.loads(json.dumps(redacted(config.flat())))
-    assert (saved["dataset_name"], saved["output_dir"]) == ("~/shards", "~/run")
-    state = {"config": saved, "data": {}, "metrics": {}, "step": 1, "tokenizer": {"name": "gpt2", "digest": "gpt2"}}
+    saved_config = json.loads(json.dumps(redacted(config.flat())))
+    assert (saved_config["dataset_name"], saved_config["output_dir"]) == ("~/shards", "~/run")
+    state = {"config": saved_config, "data": {}, "step": 1, "tokenizer": {"name": "gpt2", "digest": "gpt2"}}
     check_same_run(state, redacted(config.flat()), open_tokenizer("gpt2"), Path("run"))
     assert caplog.messages == []
 
@@ -74,16 +74,16 @@ logging.getLogger("recipe").warning("GET %s failed", url)
 """
 
 
-def test_no_secret_of_a_run_is_in_any_file_or_line(shards, tmp_path):
-    """Of a run, its resumption, a dry run, and of command lines and YAMLs with a secret in a wrong place."""
+def test_no_file_or_output_holds_a_secret(shards, tmp_path):
+    """Of a run, its resumption, a dry run, and of command lines and recipes with a secret in a wrong place."""
     (tmp_path / "recipes").mkdir()
-    (tmp_path / "home").mkdir()  # what libraries write there is the run's doing too
+    (tmp_path / "home").mkdir()  # for the files of libraries
 
     def recipe(name: str, text: str) -> str:
         (tmp_path / "recipes" / name).write_text(text)
         return f"--config={tmp_path / 'recipes' / name}"
 
-    # The environment's secrets repeated in fields, and one in a comment of the recipe.
+    # Secrets of the environment in fields, and one in a comment of the recipe.
     settings = TINY | {
         "dataset_name": shards,
         "output_dir": tmp_path / "run",
@@ -127,20 +127,17 @@ def test_no_secret_of_a_run_is_in_any_file_or_line(shards, tmp_path):
         path.unlink()
     assert search(tmp_path, [result.stdout, result.stderr]) == []
     (tmp_path / "run" / "planted").write_text(CANARY)
-    assert len(search(tmp_path, [HUB_TOKEN])) == 2  # it does find one
+    assert len(search(tmp_path, [HUB_TOKEN])) == 2  # the search works
 
 
-def test_nothing_that_a_run_leaves_behind_names_the_home_directory(whole_run):
+def test_no_file_of_a_run_names_the_home_directory(whole_run):
     home = str(Path.home()).encode() + b"/"
     assert [path for path in whole_run[0].rglob("*") if path.is_file() and home in path.read_bytes()] == []
 
 
 def test_the_code_neither_pickles_nor_loads_a_pickle():
-    words = (
-        r"torch\.load|torch\.save|\bpickle\.|import pickle|allow_pickle|joblib|\bdill\b|yaml\.(unsafe_|full_)?load\("
-    )
-    result = subprocess.run(
-        ["git", "grep", "-nE", words, "--", "recipe/**.py", "eval/**.py"], cwd=ROOT, text=True, capture_output=True
-    )
+    calls = r"torch\.(load|save)|\bpickle\.|import pickle|allow_pickle|joblib|\bdill\b|yaml\.(unsafe_|full_)?load\("
+    command = ["git", "grep", "-nE", calls, "--", "recipe/**.py", "eval/**.py"]
+    result = subprocess.run(command, cwd=ROOT, text=True, capture_output=True)
     assert (result.returncode, result.stdout) == (1, "")
-    assert re.search(words, "np.load(path, allow_pickle=True)")
+    assert re.search(calls, "np.load(path, allow_pickle=True)")
