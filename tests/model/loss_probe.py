@@ -1,8 +1,8 @@
-"""How far the loss and its gradients are from fp64, for tests here, on a GPU and by Triton's interpreter.
+"""Measures how far the loss and its gradients are from fp64: on a CPU, on a GPU and in Triton's interpreter.
 
     TRITON_INTERPRET=1 python -m tests.model.loss_probe CASES
 
-prints three distances a case as JSON; `distances` has a case's names.
+CASES is a JSON list of keyword arguments of `distances`, whose results are printed as JSON.
 """
 
 import json
@@ -19,14 +19,13 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def distances(dtype: str, rows: int, vocab_size: int, device: str = "cpu", **options) -> list[float]:
-    """Relative ones of the loss, the hidden states' gradient and the head's from fp64 on the same inputs."""
+    """Relative distances of the loss, of the hidden states' gradient and of the head's from fp64 on the same inputs."""
     options = {"fused": True} | options
     torch.manual_seed(1)
-    kind = getattr(torch, dtype)
-    hidden, weight = (torch.randn(n, 16).to(device, kind) for n in (rows, vocab_size))
+    hidden, weight = (torch.randn(n, 16).to(device, getattr(torch, dtype)) for n in (rows, vocab_size))
     targets = torch.randint(vocab_size, (1, rows)).to(device)
     targets[0, : rows // 3] = IGNORE_INDEX
-    hidden[-1] = 8 * weight[5]  # sure of token 5, by a hundred nats
+    hidden[-1] = 8 * weight[5]  # predicts token 5, by a hundred nats
     targets[0, -1] = (weight.float() @ weight[5].float()).argmin()
     inputs = [t.clone().requires_grad_() for t in (hidden[None], weight)]
     exact = [t.double().requires_grad_() for t in (hidden, weight)]

@@ -1,4 +1,4 @@
-"""The loss in its four forms: whole, in chunks, by rows on a CPU, and fused for a GPU."""
+"""The loss in its four implementations: at once, in chunks, by rows on a CPU, and fused for a GPU."""
 
 import json
 from importlib.util import find_spec
@@ -16,28 +16,28 @@ from tests.model.loss_probe import distances
     "options", [{}, {"chunk_size": 7}, {"chunk_size": 64}, {"pad_vocab_to": 64}, {"chunk_size": 7, "pad_vocab_to": 64}]
 )
 def test_the_loss_is_exact(by_rows, options):
-    """Against fp64, with ignored positions, more rows than are taken at a time, and a target that is hopeless."""
+    """Against fp64, with ignored positions, more rows than are computed at a time, and a very unlikely target."""
     assert max(distances("float32", rows=50, vocab_size=503, fused=False, by_rows=by_rows, **options)) < 2e-6
 
 
 @pytest.mark.parametrize("chunk_size", [0, 4])
-def test_nothing_to_predict_is_zero_and_bf16_autocast_stays_close(chunk_size):
+def test_the_loss_of_no_target_is_zero_and_bf16_autocast_stays_close(chunk_size):
     hidden, weight = torch.randn(2, 8, 16), torch.randn(50, 16)
-    nothing = torch.full((2, 8), IGNORE_INDEX)
-    assert next_token_loss(hidden, weight, nothing, chunk_size).item() == 0
+    ignored = torch.full((2, 8), IGNORE_INDEX)
+    assert next_token_loss(hidden, weight, ignored, chunk_size).item() == 0
     targets = torch.randint(50, (2, 8))
     exact = next_token_loss(hidden, weight, targets, chunk_size)
     with torch.autocast("cpu", torch.bfloat16):
         rounded = next_token_loss(hidden, weight, targets, chunk_size)
     assert rounded.dtype == torch.float32
     assert rounded.item() == pytest.approx(exact.item(), abs=0.05)
-    assert rounded.item() != exact.item()  # or autocast did nothing
+    assert rounded.item() != exact.item()  # autocast was on
 
 
 @pytest.mark.skipif(not find_spec("triton"), reason="needs Triton, which PyTorch's builds for CPUs come without")
 def test_the_fused_loss_is_exact():
-    """Against fp64, by Triton's interpreter: rows and columns that are multiples of nothing, one row, several blocks of
-    columns, padding, chunks, ignored positions and a target that is hopeless."""
+    """Against fp64, in Triton's interpreter: odd numbers of rows and columns, one row, several blocks of columns,
+    padding, chunks, ignored positions and a very unlikely target."""
     cases = [
         (2e-6, {"dtype": "float32", "rows": 50, "vocab_size": 503}),
         (2e-6, {"dtype": "float32", "rows": 1, "vocab_size": 503, "pad_vocab_to": 64}),
@@ -47,6 +47,6 @@ def test_the_fused_loss_is_exact():
         (1e-3, {"dtype": "float16", "rows": 50, "vocab_size": 503, "pad_vocab_to": 64, "chunk_size": 7}),
         (1e-2, {"dtype": "bfloat16", "rows": 50, "vocab_size": 503, "pad_vocab_to": 64}),
     ]
-    measured = interpreted("-m", "tests.model.loss_probe", json.dumps([case for _, case in cases]))
-    for (tolerance, case), errors in zip(cases, measured, strict=True):
+    results = interpreted("-m", "tests.model.loss_probe", json.dumps([case for _, case in cases]))
+    for (tolerance, case), errors in zip(cases, results, strict=True):
         assert max(errors) < tolerance, case
