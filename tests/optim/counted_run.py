@@ -1,4 +1,4 @@
-"""Run by tests: recipe/train.py, and at its end how many matrices this process has orthogonalized."""
+"""Run by tests: recipe/train.py, which at its end prints how many matrices this process has orthogonalized."""
 
 import sys
 

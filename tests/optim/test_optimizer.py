@@ -1,4 +1,4 @@
-"""AdamW: which tensors decay, the rate of the matrices, and clipping inside the fused step."""
+"""Which tensors decay, the learning rate of the matrices, and clipping inside the optimizer's step."""
 
 import pytest
 import torch
@@ -11,73 +11,74 @@ from recipe.optim.schedule import set_lr
 from tests.conftest import EQUAL, by_step, flags, launch, ok, train
 
 
-def tiny_model() -> GPT2LMHeadModel:
-    return GPT2LMHeadModel(
-        GPT2Config(n_layer=1, n_embd=16, n_head=2, n_positions=8, vocab_size=20, bos_token_id=None, eos_token_id=None)
-    )
+def tiny_model(seed: int = 0) -> GPT2LMHeadModel:
+    """Always the same weights, with random gradients."""
+    sizes = {"n_layer": 2, "n_embd": 16, "n_head": 2, "n_positions": 8, "vocab_size": 20}
+    model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=None, eos_token_id=None))
+    generator = torch.Generator().manual_seed(seed)
+    for p in model.parameters():
+        p.grad = torch.randn(p.shape, generator=generator)
+    return model
 
 
 def test_weight_decay_reaches_matrices_and_embeddings_only():
     model = tiny_model()
-    before = {name: p.detach().clone().add_(1) for name, p in model.named_parameters()}
-    for name, p in model.named_parameters():
-        p.data.copy_(before[name])
-        p.grad = torch.zeros_like(p)  # without a gradient, decay alone moves a weight
+    for p in model.parameters():
+        p.data.fill_(1.0)
+        p.grad.zero_()  # decay alone changes a weight
     make_optimizer(model, OptimizerConfig(learning_rate=0.5, weight_decay=0.1), fused=False).step()
     for name, p in model.named_parameters():
-        kept = 1 - 0.5 * 0.1 if p.ndim >= 2 else 1.0
-        assert torch.allclose(p, before[name] * kept), name
+        expected = 1 - 0.5 * 0.1 if p.ndim >= 2 else 1.0
+        assert torch.allclose(p, torch.tensor(expected)), name
 
 
-def test_the_matrices_of_the_blocks_move_at_a_rate_of_their_own():
-    """AdamW's first step moves a weight by its rate; halfway through the warm-up that is half of it."""
+def test_matrix_learning_rate_applies_to_the_matrices_of_the_blocks_only():
+    """AdamW's first step changes a weight by the learning rate, which is half-way through the warm-up."""
     model = tiny_model()
     config = OptimizerConfig(learning_rate=0.5, matrix_learning_rate=0.1, weight_decay=0.0, warmup_steps=2)
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    initial = {name: p.detach().clone() for name, p in model.named_parameters()}
     for p in model.parameters():
-        p.grad = torch.ones_like(p)
+        p.grad.fill_(1.0)
     optimizer = make_optimizer(model, config, fused=False)
     set_lr(optimizer, 0, config)
     optimizer.step()
     for name, p in model.named_parameters():
         rate = 0.05 if p.ndim == 2 and ".h." in name else 0.25
-        torch.testing.assert_close(before[name] - p, torch.full_like(p, rate), rtol=1e-4, atol=0)
+        torch.testing.assert_close(initial[name] - p, torch.full_like(p, rate), rtol=1e-4, atol=0)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("config", ["ddp", "fsdp", "zero1", "zero3"])
-def test_the_rate_of_the_matrices_is_the_same_on_any_engine(shards, once, tmp_path, config):
+def test_matrix_learning_rate_gives_the_same_losses_on_any_engine(shards, once, tmp_path, config):
     fields = EQUAL | {"matrix_learning_rate": EQUAL["learning_rate"] / 4, "max_steps": 20}
-    directory, _ = once("matrix-rate", lambda run: train(shards, run, **fields) and None)
+    one_device, _ = once("matrix-rate", lambda run: train(shards, run, **fields) and None)
     ok(launch(config, 2, "recipe/train.py", *flags(**fields, dataset_name=shards, output_dir=tmp_path / "run")))
-    found, expected = ({s: line["loss"] for s, line in by_step(at).items()} for at in (tmp_path / "run", directory))
-    assert found == pytest.approx(expected, abs=1e-5)
+    losses, expected = ({s: line["loss"] for s, line in by_step(run).items()} for run in (tmp_path / "run", one_device))
+    assert losses == pytest.approx(expected, abs=1e-5)
 
 
+@pytest.mark.parametrize(("optim", "tolerance"), [("adamw", 1e-9), ("muon", 1e-7)])  # Muon amplifies rounding
 @pytest.mark.parametrize("max_norm", [0.05, 1e3, 0.0])
-def test_clipping_inside_the_fused_step_is_clipping_before_it(max_norm):
-    """torch's clip_grad_norm_ and then AdamW, against AdamW that divides: the same weights and moments."""
+def test_clipping_inside_the_step_is_clipping_before_it(optim, tolerance, max_norm):
+    """torch's clip_grad_norm_ before the step, against a step that divides: the same weights and optimizer state."""
 
-    def stepped(fold: bool):
-        generator = torch.Generator().manual_seed(0)
-        model = torch.nn.Linear(40, 30)
-        for p in model.parameters():
-            p.data.normal_(generator=generator)
-            p.grad = torch.empty_like(p).normal_(generator=generator)
-        optimizer = make_optimizer(model, OptimizerConfig(learning_rate=1e-2), fused=True)
-        if fold:
+    def step(inside: bool):
+        model = tiny_model()
+        optimizer = make_optimizer(model, OptimizerConfig(optim=optim, learning_rate=1e-3), fused=True)
+        if inside:
             norm, optimizer.grad_scale = norm_and_divisor(model.parameters(), max_norm)
             optimizer.found_inf = torch.zeros(())
         else:
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm or float("inf"))
         optimizer.step()
-        return norm, [*model.parameters(), *named_state(model, optimizer).values()]
+        return norm, dict(model.named_parameters()), named_state(model, optimizer)
 
-    (norm, folded), (expected_norm, expected) = stepped(True), stepped(False)
+    (norm, weights, state), (expected_norm, expected_weights, expected_state) = step(inside=True), step(inside=False)
     torch.testing.assert_close(norm, expected_norm, rtol=1e-6, atol=0)
-    assert len(folded) == 6
-    for a, b in zip(folded, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=2e-6, atol=1e-9)
+    torch.testing.assert_close(weights, expected_weights, rtol=2e-6, atol=tolerance)
+    torch.testing.assert_close(state, expected_state, rtol=2e-6, atol=1e-9)
+    assert "exp_avg.transformer.wte.weight" in state
+    assert ("momentum.transformer.h.0.attn.c_attn.weight" in state) == (optim == "muon")
 
 
 def test_the_gradient_norm_of_an_embedding_is_exact():

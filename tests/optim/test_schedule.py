@@ -1,4 +1,4 @@
-"""Learning rates and momentum, beside values computed by hand."""
+"""Learning rates and momentum against values computed by hand."""
 
 import math
 from dataclasses import replace
@@ -16,7 +16,7 @@ def test_cosine():
     assert lr_at(8, COSINE) == pytest.approx(0.1 + 0.9 * 0.5)  # half-way down the cosine
     assert lr_at(12, COSINE) == pytest.approx(0.1)
     assert lr_at(11, COSINE) == pytest.approx(0.1 + 0.45 * (1 + math.cos(math.pi * 7 / 8)))
-    assert 0 < lr_at(11, replace(COSINE, min_lr_fraction=0.0)) < 0.05  # the last step still moves the weights
+    assert 0 < lr_at(11, replace(COSINE, min_lr_fraction=0.0)) < 0.05  # the last step still changes the weights
 
 
 def test_linear():
@@ -24,13 +24,13 @@ def test_linear():
     assert [lr_at(s, linear) for s in (3, 4, 8, 12)] == pytest.approx([1.0, 1.0, 0.55, 0.1])
 
 
-def test_wsd_is_constant_and_then_a_line():
+def test_wsd_is_constant_and_then_linear():
     wsd = replace(COSINE, lr_scheduler_type="wsd", decay_fraction=0.5, min_lr_fraction=0.0)
     assert [lr_at(s, wsd) for s in (0, 3, 4, 6, 9, 12)] == pytest.approx([0.25, 1.0, 1.0, 1.0, 0.5, 0.0])
     longer = replace(wsd, max_steps=1000)
     assert all(lr_at(s, wsd) == lr_at(s, longer) for s in range(wsd.decay_start + 1))
-    whole = replace(wsd, decay_fraction=1.0)  # decays from the end of the warm-up on
-    assert [lr_at(s, whole) for s in (3, 4, 8, 12)] == pytest.approx([1.0, 1.0, 0.5, 0.0])
+    without_constant_phase = replace(wsd, decay_fraction=1.0)
+    assert [lr_at(s, without_constant_phase) for s in (3, 4, 8, 12)] == pytest.approx([1.0, 1.0, 0.5, 0.0])
 
 
 def test_muon_has_the_same_shape_without_warmup():

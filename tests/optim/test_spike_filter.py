@@ -1,4 +1,4 @@
-"""Skipped steps: which ones, and that nothing of them remains."""
+"""Which steps are skipped, and that a skipped step changes nothing."""
 
 import json
 from types import SimpleNamespace
@@ -18,93 +18,91 @@ from recipe.utils.processes import Processes
 CPU = torch.device("cpu")
 
 
-def judged(spike_filter: SpikeFilter, losses, norms) -> list[bool]:
+def skips(spike_filter: SpikeFilter, losses, norms) -> list[bool]:
     pairs = zip(losses, norms, strict=True)
     return [bool(spike_filter.should_skip(torch.tensor(norm), torch.tensor(loss))) for loss, norm in pairs]
 
 
-def test_a_gradient_that_is_not_finite_is_skipped_counted_and_stops_the_run_when_it_goes_on(monkeypatch):
+def test_steps_that_are_not_finite_are_skipped_and_counted_and_too_many_in_a_row_end_the_run(monkeypatch):
     monkeypatch.setattr("recipe.optim.spike_filter.MAX_SKIPPED_STEPS", 3)
     spike_filter = SpikeFilter(CPU, OptimizerConfig())
     norms = [1.0, float("nan"), float("inf"), 1.0, float("-inf")]
-    assert judged(spike_filter, [1.0] * 5, norms) == [False, True, True, False, True]
+    assert skips(spike_filter, [1.0] * 5, norms) == [False, True, True, False, True]
     assert spike_filter.check(5) == 3
     assert not spike_filter.skipping
-    judged(spike_filter, [1.0] * 2, [float("nan")] * 2)  # three in a row, over two checks
+    skips(spike_filter, [1.0] * 2, [float("nan")] * 2)  # three in a row, over two checks
     assert spike_filter.skipping
-    judged(spike_filter, [1.0], [1.0])
+    skips(spike_filter, [1.0], [1.0])
     assert not spike_filter.skipping
     with pytest.raises(UserError, match="3 steps in a row were skipped up to step 8"):
         spike_filter.check(8)
 
 
 def z_scores(values: list[float]) -> list[float]:
-    """llm.c's, written out: none until the window is full, then of each value among the last 128, itself included."""
-    scores = []
-    for i, value in enumerate(values):
-        last = np.asarray(values[max(0, i - 127) : i + 1], np.float64)
-        scores.append((value - last.mean()) / last.std() if i >= 128 else float("nan"))
+    """llm.c's definition: NaN until the window is full, then of each value among the last 128, itself included."""
+    scores = [float("nan")] * 128
+    for i in range(128, len(values)):
+        window = np.asarray(values[i - 127 : i + 1], np.float64)
+        scores.append((values[i] - window.mean()) / window.std())
     return scores
 
 
-@pytest.mark.parametrize("what", ["skip_loss_z", "skip_grad_z"])
-def test_spikes_are_those_of_the_z_score_also_after_a_checkpoint(what):
+@pytest.mark.parametrize("field", ["skip_loss_z", "skip_grad_z"])
+def test_spikes_are_those_of_the_z_score_also_after_a_checkpoint(field):
     rng = np.random.default_rng(0)
     values = rng.normal(3.0, 0.1, 400).astype(np.float32)
     values[[50, 200, 300]] += 1.0  # the first one comes before the window is full
     values = values.tolist()
-    config = OptimizerConfig(**{what: 4.0})
-    before, after, steady = SpikeFilter(CPU, config), SpikeFilter(CPU, config), [1.0] * 400
-    arguments = (values, steady) if what == "skip_loss_z" else (steady, values)
-    found = judged(before, *(a[:150] for a in arguments))
-    after.load_state_dict(json.loads(json.dumps(before.state_dict())))
-    found += judged(after, *(a[150:] for a in arguments))
-    assert [i for i, skip in enumerate(found) if skip] == [200, 300]
+    config, steady = OptimizerConfig(**{field: 4.0}), [1.0] * 400
+    first, resumed = SpikeFilter(CPU, config), SpikeFilter(CPU, config)
+    losses, norms = (values, steady) if field == "skip_loss_z" else (steady, values)
+    skipped = skips(first, losses[:150], norms[:150])
+    resumed.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    skipped += skips(resumed, losses[150:], norms[150:])
+    assert [i for i, skip in enumerate(skipped) if skip] == [200, 300]
     assert [i for i, z in enumerate(z_scores(values)) if z > 4.0] == [200, 300]
-    assert after.check(400) == 2
+    assert resumed.check(400) == 2
 
 
 def test_a_value_that_is_not_finite_does_not_enter_the_window():
     spike_filter = SpikeFilter(CPU, OptimizerConfig(skip_loss_z=3.0))
     values = np.random.default_rng(1).normal(3.0, 0.1, 129).tolist()
-    judged(spike_filter, values, [1.0] * 129)
-    before = spike_filter.state_dict()["loss"]
-    assert judged(spike_filter, [float("nan")], [float("nan")]) == [True]
-    assert spike_filter.state_dict()["loss"] == before
-    assert judged(spike_filter, [9.0], [1.0]) == [True]
+    skips(spike_filter, values, [1.0] * 129)
+    window = spike_filter.state_dict()["loss"]
+    assert skips(spike_filter, [float("nan")], [float("nan")]) == [True]
+    assert spike_filter.state_dict()["loss"] == window
+    assert skips(spike_filter, [9.0], [1.0]) == [True]
 
 
 @pytest.mark.parametrize("scaled", [False, True], ids=["fp32", "fp16's scaler"])
 def test_a_skipped_step_changes_neither_weights_nor_optimizer_state(scaled):
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 4)
-    raw = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0) if scaled else None
-    spikes = SimpleNamespace(limits={})
-
+    spike_filter = SimpleNamespace(limits={})
     accelerator = SimpleNamespace(scaler=scaler, prepare=lambda model: model)
     strategy = Strategy(Device("cpu", "CPU", "fp32", CPU), Runtime(Processes()), accelerator)
-    strategy.prepare(model, raw, BatchPlan(2, 1, 2, 1), OptimizerConfig())
-    strategy.spike_filter = spikes
+    strategy.prepare(model, optimizer, BatchPlan(2, 1, 2, 1), OptimizerConfig())
+    strategy.spike_filter = spike_filter
 
     def step(spike: bool = False, factor: float = 1.0) -> tuple[float, float]:
         loss = model(torch.ones(2, 4)).square().mean() * factor
         (scaler.scale(loss) if scaler else loss).backward()
-        spikes.should_skip = lambda norm, loss: (~torch.isfinite(norm) | torch.tensor(spike)).to(torch.float32)
-        norm, skipped = strategy.update(model, raw, loss.detach())
+        spike_filter.should_skip = lambda norm, loss: (~torch.isfinite(norm) | torch.tensor(spike)).to(torch.float32)
+        norm, skipped = strategy.update(model, optimizer, loss.detach())
         return norm.item(), skipped.item()
 
-    def everything() -> list[torch.Tensor]:
-        state = [t.clone() for p in model.parameters() for t in raw.state[p].values()]
+    def weights_and_state() -> list[torch.Tensor]:
+        state = [t.clone() for p in model.parameters() for t in optimizer.state[p].values()]
         return [*(p.detach().clone() for p in model.parameters()), *state]
 
     step()
     for spike, factor in ((True, 1.0), (False, float("nan")), (False, float("inf"))):
-        before, scale = everything(), scaler and scaler.get_scale()
+        before, scale = weights_and_state(), scaler and scaler.get_scale()
         assert step(spike, factor)[1] == 1.0
         assert not scaler or scaler.get_scale() == scale / 2
-        assert all(torch.equal(a, b) for a, b in zip(before, everything(), strict=True))
-    before = everything()
+        assert all(torch.equal(a, b) for a, b in zip(before, weights_and_state(), strict=True))
     norm, skipped = step()
     assert (norm > 0, skipped) == (True, 0.0)
-    assert not any(torch.equal(a, b) for a, b in zip(before, everything(), strict=True))
+    assert not any(torch.equal(a, b) for a, b in zip(before, weights_and_state(), strict=True))
