@@ -1,4 +1,4 @@
-"""The run on one device, with which the other engines are compared."""
+"""The run on one device with which the other engines are compared."""
 
 import pytest
 
@@ -11,7 +11,7 @@ def settings(shards, **fields) -> list[str]:
 
 
 def assert_same_losses(lines: dict, expected: dict, first: int = 1, last: int = 50, within: float = 1e-4) -> None:
-    """Rounding grows: the losses of the first ten steps agree to within 1e-5, those of fifty to `within`."""
+    """Up to 1e-5 in the first ten steps, then up to `within`, since differences of rounding grow."""
     for step in range(first, last + 1):
         assert abs(lines[step]["loss"] - expected[step]["loss"]) <= (1e-5 if step < first + 10 else within), step
 
@@ -26,5 +26,5 @@ def one_device(shards, once):
     directory, _ = once("one-device", make)
     lines = by_step(directory)
     assert list(lines) == list(range(51))
-    assert lines[50]["loss"] < lines[1]["loss"] - 0.5  # there is something to agree on
+    assert lines[50]["loss"] < lines[1]["loss"] - 0.5  # it learns: equal losses are no accident
     return directory, lines

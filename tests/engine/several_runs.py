@@ -1,6 +1,6 @@
-"""Run by tests: one run after the other on one engine, since starting it takes longer than the runs.
+"""Run by tests: several runs one after the other on one engine, which takes longer to start than a run.
 
-python -m tests.engine.several_runs "OUTPUT_DIR [flags of its own],OUTPUT_DIR ..." flags of recipe/train.py
+python -m tests.engine.several_runs "OUTPUT_DIR [FLAG ...],OUTPUT_DIR ..." FLAGS_OF_ALL
 """
 
 import sys
@@ -12,7 +12,8 @@ from recipe.utils.log import set_up_logging
 
 runs, *arguments = sys.argv[1:]
 configs = [
-    parse_config([*arguments, *own, f"--output_dir={directory}"]) for directory, *own in map(str.split, runs.split(","))
+    parse_config([*arguments, *run_flags, f"--output_dir={directory}"])
+    for directory, *run_flags in map(str.split, runs.split(","))
 ]
 strategy = open_strategy(configs[0].run.precision)
 set_up_logging(main=strategy.runtime.processes.is_main)

@@ -1,4 +1,4 @@
-"""What the engine chooses for the hardware that it finds; the hardware is faked."""
+"""What the engine chooses for the hardware, which is faked."""
 
 import os
 from types import SimpleNamespace
@@ -36,7 +36,7 @@ def machine(monkeypatch):
         ({"mps": True, "cpu_bf16": True}, False, "fp32"),
     ],
 )
-def test_auto_takes_what_the_device_does_natively(machine, devices, cpu, precision):
+def test_auto_is_the_fastest_precision_that_the_device_computes_natively(machine, devices, cpu, precision):
     machine(**devices)
     assert hardware.resolve_precision("auto", cpu=cpu) == precision
     assert hardware.resolve_precision("fp32", cpu=cpu) == "fp32"
@@ -55,8 +55,8 @@ def test_a_precision_that_the_device_lacks_is_refused(machine, devices, precisio
         hardware.resolve_precision(precision, cpu=False)
 
 
-# As CUDA reports them: every way to write a name, and peaks in TFLOP/s.
-NAMES = {
+# Names as CUDA reports them, and peaks in TFLOP/s.
+KNOWN = {
     "NVIDIA GH200 144G HBM3e": 989,
     "NVIDIA H100 80GB HBM3": 989,
     "NVIDIA H100 PCIe": 756,
@@ -74,7 +74,7 @@ NAMES = {
     "NVIDIA B200": 2250,
     "AMD Instinct MI300X": 1307.4,
 }
-# Laptops' GPUs, slices, shares, export models and others with almost the same name.
+# GPUs of laptops, slices, export models and others with almost the same name.
 UNKNOWN = [
     "NVIDIA RTX A1000",
     "NVIDIA A100-SXM4-80GB MIG 1g.10gb",
@@ -86,8 +86,8 @@ UNKNOWN = [
 ]
 
 
-def test_peaks_are_those_of_the_data_sheets_where_the_whole_name_is_known():
-    assert {name: hardware.peak_flops(name) for name in NAMES} == {name: tera * 1e12 for name, tera in NAMES.items()}
+def test_the_peak_is_the_data_sheets_and_none_for_a_similar_name():
+    assert {name: hardware.peak_flops(name) for name in KNOWN} == {name: tera * 1e12 for name, tera in KNOWN.items()}
     assert [name for name in UNKNOWN if hardware.peak_flops(name)] == []
 
 
@@ -113,11 +113,11 @@ def test_peaks_are_those_of_the_data_sheets_where_the_whole_name_is_known():
         ("8xtpu v6e", 8, "TPU V6E"),
     ],
 )
-def test_a_plan_takes_the_common_ways_to_name_devices(text, count, name):
+def test_a_dry_run_accepts_the_common_names_of_devices(text, count, name):
     assert hardware.named_devices(text) == (count, name)
 
 
-def test_a_plan_takes_the_names_of_hugging_face_jobs():
+def test_a_dry_run_accepts_the_flavors_of_hugging_face_jobs():
     flavors = [flavor.value for flavor in JobHardware if not flavor.value.startswith(("cpu", "inf"))]
     counts = {flavor: hardware.named_devices(flavor)[0] for flavor in flavors}
     assert counts["a100x8"] == counts["rtx-pro-6000x8"] == 8
@@ -125,7 +125,7 @@ def test_a_plan_takes_the_names_of_hugging_face_jobs():
     assert counts["t4-small"] == counts["l40sx1"] == 1
 
 
-def test_memory_that_runs_out_is_an_answer_and_other_errors_are_not(monkeypatch):
+def test_a_trial_that_runs_out_of_memory_has_no_peak_and_other_errors_are_raised(monkeypatch):
     gpu = torch.device("cuda", 0)
     for name in ("empty_cache", "reset_peak_memory_stats", "synchronize", "max_memory_allocated"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: 42)
@@ -140,25 +140,24 @@ def test_memory_that_runs_out_is_an_answer_and_other_errors_are_not(monkeypatch)
 
 
 @pytest.mark.parametrize(
-    ("launched", "launchers_environment", "threads"),
+    ("launched", "launcher_environment", "thread_counts"),
     [
-        (False, {}, 1),  # python recipe/train.py: the variable is the user's
-        (True, {"OMP_NUM_THREADS": "1"}, 1),
-        (True, {}, 2),  # accelerate launch has set it to 1 itself
+        (False, {}, []),  # python recipe/train.py: the variable is the user's
+        (True, {"OMP_NUM_THREADS": "1"}, []),
+        (True, {}, [2]),  # accelerate launch has set it to 1 itself
     ],
 )
-def test_the_users_number_of_threads_stands(monkeypatch, launched, launchers_environment, threads):
-    chosen = []
-    launcher = SimpleNamespace(environ=lambda: launchers_environment, cmdline=lambda: ["accelerate", "launch"])
+def test_the_users_omp_num_threads_is_kept(monkeypatch, launched, launcher_environment, thread_counts):
+    set_counts = []
+    launcher = SimpleNamespace(environ=lambda: launcher_environment, cmdline=lambda: ["accelerate", "launch"])
     monkeypatch.setattr(hardware.psutil, "Process", lambda: SimpleNamespace(parent=lambda: launcher))
     monkeypatch.setattr(hardware.psutil, "cpu_count", lambda logical: 2)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
-    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
+    monkeypatch.setattr(torch, "set_num_threads", set_counts.append)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    for name in ("TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION"):
+        monkeypatch.delenv(name, raising=False)
     if launched:
         monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
-    else:
-        monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
     hardware.tune_cpu(local_world_size=1)
-    assert (chosen or [1]) == [threads]
+    assert set_counts == thread_counts

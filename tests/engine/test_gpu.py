@@ -1,4 +1,4 @@
-"""What only a GPU can show: 50 steps in each precision against the CPU's fp32 curve. `make test ARGS="-k gpu"`
+"""What needs a GPU: 50 steps in each precision against the CPU's losses, kernels, memory. `make test ARGS="-k gpu"`
 
 NCCL does not allow several processes on one GPU: DDP, ZeRO and FSDP over several ranks are tested on CPU processes.
 """
@@ -20,14 +20,14 @@ from tests.conftest import EQUAL, ROOT, TINY, flags, forget_after, launch, metri
 from tests.model.loss_probe import distances, relative
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-# A CPU's losses, which are not computed again on a lent GPU's time; test_engines.py holds every change to them.
+# A CPU's losses, not recomputed during the time of a rented GPU; test_engines.py checks that they are current.
 REFERENCE = ROOT / "tests" / "engine" / "cpu_losses.json"
 BF16 = not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (8, 0)
 
 
 def curve(shards, run, config: str, cpu: bool, **fields) -> list[float]:
-    long = {"sequence_length": 32, "total_batch_tokens": 256}
-    arguments = flags(**EQUAL | long | {"dataset_name": shards, "output_dir": run} | fields)
+    sizes = {"sequence_length": 32, "total_batch_tokens": 256}
+    arguments = flags(**EQUAL | sizes | {"dataset_name": shards, "output_dir": run} | fields)
     ok(launch(config, 1, "recipe/train.py", *arguments, env={"ACCELERATE_USE_CPU": str(cpu).lower()}))
     return [line["loss"] for line in metrics(run) if line["loss"] is not None]
 
@@ -38,8 +38,8 @@ def reference():
 
 
 @pytest.fixture
-def half_of_a_cpus_run(shards, once):
-    """A run of a CPU's as it was after step 25."""
+def half_of_a_cpu_run(shards, once):
+    """A run on the CPU as it was after step 25."""
 
     def make(directory):
         curve(shards, directory, "single", cpu=True)
@@ -88,8 +88,8 @@ def test_gpu_computes_the_fused_loss(dtype, tolerance, options):
     assert max(errors) < tolerance
 
 
-def test_gpu_computes_the_fused_loss_of_more_logits_than_32_bits_count():
-    """The last rows of 64 x 1024 (beyond element 2^31) as if they were alone."""
+def test_gpu_computes_the_fused_loss_of_more_logits_than_32_bits_index():
+    """The last rows of 64 x 1024, beyond element 2^31, have the gradient that they have alone."""
     if torch.cuda.get_device_properties(0).total_memory < 16e9:
         pytest.skip("needs 16 GB")
     torch.manual_seed(1)
@@ -105,8 +105,8 @@ def test_gpu_computes_the_fused_loss_of_more_logits_than_32_bits_count():
 
 
 @pytest.mark.parametrize("config", ["single", "zero1", "zero3", "fsdp"])
-def test_gpu_resumes_what_the_cpu_saved(shards, reference, half_of_a_cpus_run, tmp_path, config):
-    shutil.copytree(half_of_a_cpus_run, tmp_path / "run")
+def test_gpu_resumes_what_the_cpu_saved(shards, reference, half_of_a_cpu_run, tmp_path, config):
+    shutil.copytree(half_of_a_cpu_run, tmp_path / "run")
     losses = curve(shards, tmp_path / "run", config, cpu=False)
     assert losses[25:] == pytest.approx(reference[25:], abs=1e-3)
 
@@ -121,19 +121,19 @@ def test_gpu_resumes_what_the_cpu_saved(shards, reference, half_of_a_cpus_run, t
     ],
 )
 def test_gpu_scores_hellaswag_as_the_cpu(tiny_gpt2, dtype, share, tolerance):
-    """Sums over some 30 tokens each, of tens of nats."""
+    """Scores are sums over some 30 tokens, of tens of nats."""
     rows, scores = hellaswag.load_rows()[::500], []
-    for device, kind in (("cpu", torch.float32), ("cuda", dtype)):
+    for device, device_dtype in (("cpu", torch.float32), ("cuda", dtype)):
         loaded = tiny_gpt2(n_positions=256)
-        loaded.model.to(device, kind)
+        loaded.model.to(device, device_dtype)
         model = dataclasses.replace(loaded.lm, device=torch.device(device), shares_contexts=share)
         scores.append(hellaswag.score_rows(model, rows))
-    for way in hellaswag.STYLES:
-        (cpu, _), (gpu, _) = (score[way] for score in scores)
+    for style in hellaswag.STYLES:
+        (cpu, _), (gpu, _) = (score[style] for score in scores)
         assert gpu == pytest.approx(cpu, abs=tolerance)
 
 
-# Large enough for the kernels' own buffers to be small beside it, small enough for any GPU.
+# Large enough for the kernels' buffers to be small in comparison, small enough for any GPU.
 SIZED = {
     "n_layer": 4,
     "n_head": 4,
@@ -163,7 +163,7 @@ SIZED = {
     ],
     ids=str,
 )
-def test_gpu_holds_what_was_estimated(shards, tmp_path, changes):
+def test_gpu_peak_memory_is_that_estimated(shards, tmp_path, changes):
     settings = SIZED | {"micro_batch_size": 8, "precision": "auto", "fused_loss": "false"} | changes
     curve(shards, tmp_path / "run", "single", cpu=False, **settings)
     config = parse_config(flags(**TINY | settings | {"dataset_name": shards}))

@@ -1,4 +1,4 @@
-"""A checkpoint's copies are exact, stay while training goes on, and do not wait for a GPU one by one."""
+"""A checkpoint's copies on the host: exact, kept while training goes on, queued without waiting for the GPU."""
 
 import pytest
 import torch
@@ -29,21 +29,22 @@ def test_copies_are_queued_into_one_buffer(device):
 
 
 class Cudart:
-    """Refuses what CUDA does: memory that is registered already."""
+    """Refuses, as CUDA does, memory that is registered already."""
 
     def __init__(self):
         self.registered = {}
 
     def cudaHostRegister(self, pointer, size, flags):
-        known = any(pointer < at + n and at < pointer + size for at, n in self.registered.items())
-        self.registered |= {} if known else {pointer: size}
-        return 712 * known
+        if any(pointer < start + n and start < pointer + size for start, n in self.registered.items()):
+            return 712
+        self.registered[pointer] = size
+        return 0
 
     def cudaHostUnregister(self, pointer):
         del self.registered[pointer]
 
 
-def test_memory_is_page_locked_for_as_long_as_there_are_copies(monkeypatch):
+def test_memory_is_page_locked_as_long_as_a_copy_exists(monkeypatch):
     """A process may train several times, as best.py does and a run of train_hours."""
     cudart, device = Cudart(), type("Device", (), {"type": "cuda"})()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
@@ -52,24 +53,24 @@ def test_memory_is_page_locked_for_as_long_as_there_are_copies(monkeypatch):
         copies = HostCopies(device, 21_000_000)
         copy = copies.add(torch.ones(1000))
         del copies
-        assert len(cudart.registered) == 1, "which a save may still be writing"
+        assert len(cudart.registered) == 1  # a save may still be writing the copy
         del copy
         assert not cudart.registered
 
 
-def test_memory_that_cannot_be_page_locked_is_used_as_it_is(monkeypatch, caplog):
-    """WSL refuses a large part of the memory; CUDA reports it once more, in place of the next kernel."""
-    reports = [RuntimeError("out of memory(2)"), RuntimeError("CUDA error: out of memory")]
+def test_memory_that_cannot_be_page_locked_is_used_pageable(monkeypatch, caplog):
+    """WSL refuses to lock a large part of the memory, and the next kernel reports that error again."""
+    errors = [RuntimeError("out of memory(2)"), RuntimeError("CUDA error: out of memory")]
     cudart = type("Cudart", (), {"cudaHostRegister": lambda *_: 2})
 
-    def report(*_, **__):
-        raise reports.pop(0)
+    def fail(*_, **__):
+        raise errors.pop(0)
 
     monkeypatch.setattr(torch.cuda, "cudart", cudart)
-    monkeypatch.setattr(torch.cuda, "check_error", report)
+    monkeypatch.setattr(torch.cuda, "check_error", fail)
     with monkeypatch.context() as kernels:
-        kernels.setattr(torch, "zeros", report)
+        kernels.setattr(torch, "zeros", fail)
         copy = HostCopies(type("Device", (), {"type": "cuda"})(), 1000).add(torch.ones(1000))
-    assert not reports
+    assert not errors
     assert copy.sum() == 1000
     assert "0.0 GB cannot be page-locked (" in caplog.text

@@ -1,4 +1,4 @@
-"""Several nodes: two launchers on one machine that meet on the loopback, and the script for SLURM."""
+"""Several nodes: two launchers on one machine that connect over the loopback, and the script for SLURM."""
 
 import itertools
 import os
@@ -22,31 +22,31 @@ from tests.engine.conftest import assert_same_losses, settings
 
 
 def free_port() -> int:
-    """One that nobody listens on, below those that a kernel gives away by itself."""
+    """A port that nobody listens on, below the range from which the kernel assigns ports."""
     while True:
-        with socket.socket() as tried, suppress(OSError):
-            tried.bind(("127.0.0.1", port := random.randrange(20_000, 30_000)))
+        with socket.socket() as listener, suppress(OSError):
+            listener.bind(("127.0.0.1", port := random.randrange(20_000, 30_000)))
             return port
 
 
-# Two "nodes" on one machine would each take all cores, and their threads wait for one another.
+# Each "node" gets a core of its own: two that both use all cores would wait for each other's threads.
 CPUS = sorted(os.sched_getaffinity(0))[:2] if shutil.which("taskset") else []
+PIPE: dict = {"text": True, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
 
 
 def on_two_nodes(config: str, *arguments: str, folders=(ROOT, ROOT), rendezvous="static", fault=""):
-    """Two launchers with a rank each that meet on the loopback: [(exit code, output)] of them."""
+    """Runs train.py under two launchers with a rank each: [(exit code, output)] of the launchers."""
     port = free_port()
     options = f"--num_processes 2 --main_process_ip 127.0.0.1 --main_process_port {port} --rdzv_backend {rendezvous}"
     command = [sys.executable, "-m", "accelerate.commands.launch", *options.split(), "--config_file"]
     command.append(ROOT / "accelerate_configs" / f"{config}.yaml")
     nodes = []
     for i, folder in enumerate(folders):
-        # Nodes find out by their addresses which of them keeps the store of c10d's rendezvous; here they are alike.
-        here = ["--machine_rank", str(i), *(["--rdzv_conf", f"is_host={int(i == 0)}"] if rendezvous == "c10d" else [])]
-        core = ["taskset", "-c", str(CPUS[i % len(CPUS)])] if CPUS else []
-        words = [*core, *command, *here, ROOT / "recipe" / "train.py", *arguments]
-        pipes = {"text": True, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        nodes.append(subprocess.Popen(words, cwd=folder, env=environment({"RECIPE_FAULT": fault}), **pipes))
+        # Which node hosts the store of c10d's rendezvous is decided by addresses, and here both have the same one.
+        rank = ["--machine_rank", str(i), *(["--rdzv_conf", f"is_host={int(i == 0)}"] if rendezvous == "c10d" else [])]
+        taskset = ["taskset", "-c", str(CPUS[i % len(CPUS)])] if CPUS else []
+        words = [*taskset, *command, *rank, ROOT / "recipe" / "train.py", *arguments]
+        nodes.append(subprocess.Popen(words, cwd=folder, env=environment({"RECIPE_FAULT": fault}), **PIPE))
     try:
         outputs = [node.communicate(timeout=300)[0] for node in nodes]
     finally:
@@ -57,22 +57,22 @@ def on_two_nodes(config: str, *arguments: str, folders=(ROOT, ROOT), rendezvous=
 
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs DeepSpeed, which is installed on Linux only")
-def test_where_one_node_is_told_to_stop_both_do_with_a_checkpoint(shards, one_device, tmp_path):
-    """Under ZeRO-1 and c10d's rendezvous, which gives either of them rank 0."""
+def test_a_signal_to_one_node_stops_both_with_a_checkpoint(shards, one_device, tmp_path):
+    """Under ZeRO-1 and c10d's rendezvous, which gives rank 0 to either node."""
     arguments = settings(shards, output_dir=tmp_path / "run")
     nodes = on_two_nodes("multinode-zero1", *arguments, rendezvous="c10d", fault="term@step.micro:61/1")
     outputs = [output for _, output in nodes]
     assert [code for code, _ in nodes] == [1, 1], "".join(outputs)
     assert sorted(output.count("\nstopped    before the end") for output in outputs) == [0, 1]
     assert "ZeRO-1 over 2 processes" in "".join(outputs)
-    assert [step_of(path) for path in checkpoints(tmp_path / "run")] == [20, 32]  # told during the 31st
+    assert [step_of(path) for path in checkpoints(tmp_path / "run")] == [20, 32]  # the signal came in step 31
     assert_same_losses(by_step(tmp_path / "run"), one_device[1], last=30)
 
 
 @contextmanager
 def submit(tmp_path, *arguments: str, **changes: str) -> Iterator[tuple[subprocess.Popen, Path]]:
-    """accelerate_configs/slurm.sbatch under the srun and scontrol of tests/engine/slurm, a process a node: what
-    runs, and the file with what scontrol was asked for. At last ends whatever it has started."""
+    """accelerate_configs/slurm.sbatch under the srun and scontrol of tests/engine/slurm, with two nodes: the job, and
+    the file of scontrol's arguments. On exit kills all that it has started."""
     calls, port = tmp_path / "scontrol", free_port()
     path = [str(ROOT / "tests" / "engine" / "slurm"), str(Path(sys.executable).parent), os.environ["PATH"]]
     job = {
@@ -85,19 +85,18 @@ def submit(tmp_path, *arguments: str, **changes: str) -> Iterator[tuple[subproce
         "NODE_CPUS": " ".join(map(str, CPUS)),
     }
     command = ["bash", ROOT / "accelerate_configs" / "slurm.sbatch", *arguments]
-    pipes = {"text": True, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "start_new_session": True}
-    running = subprocess.Popen(command, cwd=ROOT, env=environment(job | changes), **pipes)
+    process = subprocess.Popen(command, cwd=ROOT, env=environment(job | changes), start_new_session=True, **PIPE)
     try:
-        yield running, calls
+        yield process, calls
     finally:
         with suppress(ProcessLookupError):
-            os.killpg(running.pid, signal.SIGKILL)
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 @pytest.mark.slow
 def test_under_slurm_a_process_that_dies_costs_the_steps_since_the_last_checkpoint(shards, one_device, tmp_path):
-    """Two launchers meet by c10d's rendezvous; torchrun starts both processes again, after step 34, from step 20. The
-    run is that of one device."""
+    """With two launchers and c10d's rendezvous: after step 34 torchrun restarts both processes, which continue from
+    step 20. The losses are those of one device."""
     arguments = settings(shards, output_dir=tmp_path / "run")
     with submit(tmp_path, *arguments, RECIPE_FAULT="kill@step.micro:69/1") as (job, calls):
         output, _ = job.communicate(timeout=300)
@@ -115,49 +114,48 @@ def test_under_slurm_a_process_that_dies_costs_the_steps_since_the_last_checkpoi
 
 ACCELERATE = r"""#!/bin/bash
 trap 'exit 1' TERM
-printf '%s\n' "$@" > "$SEEN.$SLURM_NODEID.half" && mv "$SEEN.$SLURM_NODEID.half" "$SEEN.$SLURM_NODEID"
-[[ $THEN == wait ]] || exit "$THEN"
+printf '%s\n' "$@" > "$RECORD.$SLURM_NODEID.part" && mv "$RECORD.$SLURM_NODEID.part" "$RECORD.$SLURM_NODEID"
+[[ $EXIT_CODE ]] && exit "$EXIT_CODE"
 for i in {1..300}; do sleep 0.1; done
 """
 
 
-def slurm_job(tmp_path, then: str, *arguments: str) -> AbstractContextManager[tuple[subprocess.Popen, Path]]:
-    """A job whose launchers record their arguments, and end with a code or wait to be told to stop."""
+def submit_with_fake_launcher(
+    tmp_path, *arguments: str, exit_code: str = ""
+) -> AbstractContextManager[tuple[subprocess.Popen, Path]]:
+    """A job whose launchers record their arguments, and exit with `exit_code`, or else wait for SIGTERM."""
     (tmp_path / "accelerate").write_text(ACCELERATE)
     (tmp_path / "accelerate").chmod(0o755)
     path = f"{ROOT}/tests/engine/slurm:{tmp_path}:{os.environ['PATH']}"
-    return submit(tmp_path, *arguments, SEEN=str(tmp_path / "seen"), THEN=then, PATH=path)
+    return submit(tmp_path, *arguments, RECORD=str(tmp_path / "arguments"), EXIT_CODE=exit_code, PATH=path)
 
 
-def test_slurms_nodes_are_launched_alike_and_the_time_limit_queues_the_job_again(tmp_path):
+def test_slurm_launches_each_node_with_its_rank_and_requeues_the_job_at_the_time_limit(tmp_path):
     arguments = ("--config", "recipe/configs/gpt2.yaml", "--train_text", "To be  or 'not'")
-    seen = [tmp_path / f"seen.{node}" for node in (0, 1)]
-    with slurm_job(tmp_path, "wait", *arguments) as (job, calls):
+    records = [tmp_path / f"arguments.{node}" for node in (0, 1)]
+    with submit_with_fake_launcher(tmp_path, *arguments) as (job, calls):
         deadline = time.monotonic() + 60
-        while not all(path.exists() for path in seen) and time.monotonic() < deadline:
+        while not all(path.exists() for path in records) and time.monotonic() < deadline:
             time.sleep(0.05)
         assert job.poll() is None
         job.send_signal(signal.SIGUSR1)  # SLURM's notice that the time limit is near
         output, _ = job.communicate(timeout=60)
     assert job.returncode == 1, output
-    first, second = (path.read_text().splitlines() for path in seen)
-    # They differ in their number, and in who keeps the store.
-    assert [pair for pair in zip(first, second, strict=True) if len(set(pair)) > 1] == [
-        ("0", "1"),
-        ("is_host=1", "is_host=0"),
-    ]
+    first, second = (path.read_text().splitlines() for path in records)
+    differences = [pair for pair in zip(first, second, strict=True) if len(set(pair)) > 1]
+    assert differences == [("0", "1"), ("is_host=1", "is_host=0")]  # the rank, and who hosts the store
     assert first[-5:] == ["recipe/train.py", *arguments]
-    given = dict(itertools.pairwise(first))
-    assert given["--main_process_ip"] == "127.0.0.1"  # the first of those that scontrol names
-    assert (given["--num_machines"], given["--num_processes"], given["--max_restarts"]) == ("2", "2", "3")
+    options = dict(itertools.pairwise(first))
+    assert options["--main_process_ip"] == "127.0.0.1"  # the first of those that scontrol names
+    assert (options["--num_machines"], options["--num_processes"], options["--max_restarts"]) == ("2", "2", "3")
     hostnames, requeue = calls.read_text().splitlines()
     assert hostnames == "show hostnames node[1-2]"
     assert requeue.split()[0] == "requeue"
     assert requeue.split()[1].isdigit()
 
 
-def test_a_job_with_a_mistake_in_its_command_is_not_queued_again(tmp_path):
-    with slurm_job(tmp_path, "2") as (job, calls):
+def test_a_slurm_job_with_a_user_error_is_not_requeued(tmp_path):
+    with submit_with_fake_launcher(tmp_path, exit_code="2") as (job, calls):
         output, _ = job.communicate(timeout=60)
     assert job.returncode == 2, output
     assert "requeue" not in calls.read_text()
@@ -165,10 +163,10 @@ def test_a_job_with_a_mistake_in_its_command_is_not_queued_again(tmp_path):
 
 @pytest.mark.slow
 def test_a_checkpoint_that_only_one_node_sees_is_refused_on_both(shards, one_device, tmp_path):
-    first, second = tmp_path / "first", tmp_path / "second"
-    second.mkdir()
-    forget_after(40, shutil.copytree(one_device[0], first / "run"))
+    folders = tmp_path / "first", tmp_path / "second"
+    folders[1].mkdir()
+    forget_after(40, shutil.copytree(one_device[0], folders[0] / "run"))
     arguments = settings(shards, output_dir="run")  # in each node's own folder
-    for code, output in on_two_nodes("multinode-ddp", *arguments, folders=(first, second)):
+    for code, output in on_two_nodes("multinode-ddp", *arguments, folders=folders):
         assert code != 0
         assert "error: run/step_00000040 is not on every node: output_dir must be on a file system" in output

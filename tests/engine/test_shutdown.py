@@ -1,4 +1,4 @@
-"""Signals: a busy process stops at a step boundary; tests/faults has several, which agree to stop at the same one."""
+"""Signals to one process; tests/faults tests that several agree on the step boundary at which they stop."""
 
 import os
 import signal
@@ -19,10 +19,10 @@ from recipe.engine.shutdown import StopSignal
 from recipe.utils.log import set_up_logging
 set_up_logging()
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may run under nohup
-{before}
+{setup}
 stop = StopSignal()
 stop.listen()
-{begin}
+{boundary}
 try:
     print("ready", flush=True)
     {body}
@@ -35,34 +35,33 @@ LOOP = "while not stop.requested: time.sleep(0.01); stop.heartbeat()"
 
 @pytest.fixture
 def start(tmp_path):
-    """start(body, ...) -> a process with a StopSignal that is ready, past its first boundary if `begun`."""
-    started = []
+    """start(body, ...) -> a process that has a StopSignal, past `boundary`, and runs `body`."""
+    processes = []
 
-    def start(body: str, *, before: str = "", begun: bool = True, **env: str):
-        script = tmp_path / f"{len(started)}.py"
-        begin = "stop.heartbeat()" if begun else ""
-        script.write_text(PROGRAM.format(body=body, before=before, begin=begin))
-        started.append(programs.Running(script, env=env))
-        started[-1].until("ready\n")
-        return started[-1]
+    def start(body: str, *, setup: str = "", boundary: str = "stop.heartbeat()", **env: str):
+        script = tmp_path / f"{len(processes)}.py"
+        script.write_text(PROGRAM.format(body=body, setup=setup, boundary=boundary))
+        processes.append(programs.Running(script, env=env))
+        processes[-1].until("ready\n")
+        return processes[-1]
 
     yield start
-    for running in started:
-        running.kill()
+    for process in processes:
+        process.kill()
 
 
-@pytest.mark.parametrize(("before", "asked"), [("", True), ("signal.signal(signal.SIGHUP, signal.SIG_IGN)", False)])
-def test_a_terminal_that_closes_asks_for_a_stop_except_under_nohup(start, before, asked):
-    running = start("time.sleep(0.5)", before=before)
+@pytest.mark.parametrize(("setup", "stops"), [("", True), ("signal.signal(signal.SIGHUP, signal.SIG_IGN)", False)])
+def test_a_terminal_that_closes_stops_the_run_except_under_nohup(start, setup, stops):
+    running = start("time.sleep(0.5)", setup=setup)
     running.send_signal(signal.SIGHUP)
     assert running.wait(60) == 0
-    assert ("stopping at the next step boundary, with a checkpoint" in running.stdout) == asked
+    assert ("stopping at the next step boundary, with a checkpoint" in running.stdout) == stops
 
 
-def test_before_the_first_boundary_there_is_nothing_to_wait_for(start):
-    """And more signals, while the process ends, do not cut that short."""
+def test_before_the_first_boundary_a_signal_ends_the_process_at_once(start):
+    """Further signals do not interrupt its cleaning up."""
     clean_up = "time.sleep(0.5); print('cleaned up', flush=True)"
-    running = start(f"try: time.sleep(60)\n    finally: {clean_up}", begun=False)
+    running = start(f"try: time.sleep(60)\n    finally: {clean_up}", boundary="")
     for _ in range(10):
         running.send_signal(signal.SIGTERM)
         time.sleep(0.05)
@@ -70,22 +69,22 @@ def test_before_the_first_boundary_there_is_nothing_to_wait_for(start):
     assert running.stdout == "ready\ncleaned up\nunwound\n"
 
 
-def test_a_signal_while_an_error_is_being_reported_leaves_no_traceback(monkeypatch, capsys):
-    """As the launcher's, where another process has met the same error a moment before."""
+def test_a_signal_while_an_error_is_printed_causes_no_traceback(monkeypatch, capsys):
+    """The launcher sends it if another process had the same error a moment before."""
     monkeypatch.setattr(train, "fail", mock.Mock(side_effect=KeyboardInterrupt))
     assert train.main(["--n_layer", "0"]) == ExitCode.RUN_AGAIN
     assert train.fail.call_count == 1
     assert "stopped before the first step" in capsys.readouterr().err
 
 
-# A lock taken twice, in C: no handler of Python's is called there, as in a collective.
+# A lock taken twice, in C: as in a collective, Python calls no signal handler.
 DEADLOCK = "c, m = ctypes.CDLL(None), ctypes.create_string_buffer(64); "
 DEADLOCK += "c.pthread_mutex_lock(m); c.pthread_mutex_lock(m)"
 
 
 @pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM], ids=["alone", "under torchrun"])
 def test_a_second_ctrl_c_ends_the_process_at_once_wherever_it_is(start, second):
-    """Of which torchrun makes a SIGTERM, for processes in sessions of their own."""
+    """torchrun passes it on as a SIGTERM to processes in sessions of their own."""
     running = start(DEADLOCK)
     running.send_signal(signal.SIGINT)
     running.until("stopping")
@@ -98,7 +97,7 @@ def test_a_second_ctrl_c_ends_the_process_at_once_wherever_it_is(start, second):
 
 
 @pytest.mark.parametrize("hours", [1e-9, 1e30])
-def test_hours_that_are_over_before_the_first_step_end_the_run_after_it(start, hours):
+def test_max_hours_that_have_passed_before_the_first_step_end_the_run_after_it(start, hours):
     boundaries = "stop.heartbeat(); assert not stop.requested; stop.stepping = True; stop.heartbeat()"
     running = start(f"stop.stop_after({hours}); time.sleep(0.1); {boundaries}; print(stop.requested)")
     assert running.wait(60) == 0, running.stdout
@@ -106,11 +105,11 @@ def test_hours_that_are_over_before_the_first_step_end_the_run_after_it(start, h
 
 
 @pytest.mark.parametrize("launched", [True, False])
-def test_a_launcher_that_is_killed_takes_the_run_along(start, launched):
-    """Only a launcher: a shell that ends leaves what was started with nohup."""
+def test_a_run_ends_when_its_launcher_is_killed(start, launched):
+    """But not when its shell ends, since the run may have been started with nohup."""
     body = f"{LOOP}\n    print('stopped', flush=True)"
     env = {"ACCELERATE_MIXED_PRECISION": "no"} if launched else {}
-    running = start(body, before="if os.fork(): time.sleep(60)", **env)
+    running = start(body, setup="if os.fork(): time.sleep(60)", **env)
     running.send_signal(signal.SIGKILL)
     try:
         if launched:
@@ -122,11 +121,11 @@ def test_a_launcher_that_is_killed_takes_the_run_along(start, launched):
         os.killpg(running.ranks[0].pid, signal.SIGKILL)
 
 
-def test_agreeing_costs_no_step():
-    """The flags for a step are sent before the step before it computes, and waited for after it."""
-    signals = SimpleNamespace(requested=False, stepping=False, heartbeat=lambda: None)
+def test_the_agreement_between_processes_delays_no_step():
+    """A step's flags are sent before the previous step computes, and waited for after it."""
+    stop_signal = SimpleNamespace(requested=False, stepping=False, heartbeat=lambda: None)
     batches = SimpleNamespace(ready=lambda seconds, ahead=0: True, error=lambda ahead=0: None)
-    agreement = Agreement(signals, "the hosts")
+    agreement = Agreement(stop_signal, "the hosts")
     events = []
     work = SimpleNamespace(wait=lambda: events.append("wait"))
     with mock.patch("torch.distributed.all_reduce", side_effect=lambda *_, **__: events.append("send") or work):
