@@ -226,8 +226,8 @@ def stage_in(file: Path) -> int:
 class _Internals:
     """All access to private names of DeepSpeed: reads and writes the full fp32 tensors of a sharded parameter.
 
-    The public functions are not enough (docs/log.md, "One recipe on every engine"). test_an_engine_from_inside fails
-    if a new version moves any of these names.
+    The public functions are not enough (docs/log.md, "One recipe on every engine"). If a new version moves any of these
+    names, test_sharded_state_is_exact_and_skipped_steps_change_nothing fails.
     """
 
     def __init__(self, engine):

@@ -1,4 +1,4 @@
-"""Starts tiny runs that fail on purpose, and compares how they end with runs that did not."""
+"""Starts tiny runs that fail on purpose, and compares how they end with uninterrupted runs."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from tests.faults.shim import built as shim
 
 HANG = 60  # seconds after which a run that should have ended counts as hung
 
-# The smallest run with everything in it: accumulation with two processes too (four or two micro-steps), dropout, three
-# saves of which the first two are pruned, validations, HellaSwag.
+# The smallest run with every feature: gradient accumulation (four micro-steps, or two on two processes), dropout,
+# validations, HellaSwag, and three saves, of which the first two are pruned.
 SMALLEST = TINY | {
     "n_layer": 1,
     "n_embd": 16,
@@ -39,11 +39,11 @@ SMALLEST = TINY | {
     "save_steps": 2,
     "save_total_limit": 1,
 }
-DATA = {"val_fraction": 0.1, "val_documents": 5, "shard_tokens": 10_000}  # 1,000 in the first
+DATA = {"val_fraction": 0.1, "val_documents": 5, "shard_tokens": 10_000}
 
 
 class Run(programs.Running):
-    """A run under way in `directory`/run."""
+    """A training run in `directory`/run, under way or ended."""
 
     def __init__(self, directory: Path, processes: int, fault: str, fields: dict):
         self.directory, self.fault, self.log = directory, fault, directory / "faults.log"
@@ -53,27 +53,27 @@ class Run(programs.Running):
 
     @property
     def last_step(self) -> int:
-        """The last optimizer step that the output reports as done."""
+        """The last optimizer step that the output reports."""
         return max(map(int, re.findall(r"^step (\d+)  ", self.stdout, re.MULTILINE)), default=0)
 
     def end(self, *codes: int, together: bool = True) -> Run:
-        """Waits; fails where the run hangs, where it does not meet its fault, and unless each process ends with one of
-        `codes`, without a traceback."""
+        """Waits for the end. Fails if the run hangs, if its fault did not happen, if a process ends with none of
+        `codes` (unless there are none), and for a traceback."""
         try:
-            self.wait(HANG, together=together, grace=3)  # a survivor in a collective only ever waits
+            self.wait(HANG, together=together, grace=3)  # a survivor waits in a collective
         except subprocess.TimeoutExpired:
             raise AssertionError(f"hung for {HANG} s\n{self.output}") from None
-        assert not self.fault or self.log.exists(), f"{self.fault} did not come\n{self.output}"
+        assert not self.fault or self.log.exists(), f"{self.fault} did not happen\n{self.output}"
         assert not codes or set(self.codes) <= set(codes), f"exit codes {self.codes}, expected {codes}\n{self.output}"
         assert "Traceback" not in self.output, self.output
         return self
 
     def leftovers(self) -> list[psutil.Process]:
-        """Processes that this run left behind, after half a minute at most."""
+        """Processes of this run that still exist after 30 seconds."""
         deadline = time.monotonic() + 30
-        while (left := list(filter(self._is_ours, psutil.process_iter()))) and time.monotonic() < deadline:
+        while (processes := list(filter(self._is_ours, psutil.process_iter()))) and time.monotonic() < deadline:
             time.sleep(0.2)
-        return left
+        return processes
 
     def _is_ours(self, process: psutil.Process) -> bool:
         with contextlib.suppress(psutil.Error, OSError):
@@ -84,52 +84,52 @@ class Run(programs.Running):
 
 
 class Lab:
-    """Where cases are run: shards, runs to compare with. `once` is the fixture of tests/conftest.py."""
+    """The shards, and the uninterrupted runs to compare with. `once` is the fixture of tests/conftest.py."""
 
     def __init__(self, once):
         self._once = once
-        made = once("faults", self._prepare)[0]
-        self._fields = SMALLEST | DATA | {"train_text": made / "text.jsonl", "dataset_name": made / "shards"}
+        data = once("faults", self._prepare)[0]
+        self._fields = SMALLEST | DATA | {"train_text": data / "text.jsonl", "dataset_name": data / "shards"}
 
     @staticmethod
     def _prepare(directory: Path) -> None:
         """Sixty documents of tiny Shakespeare, and their shards."""
         directory.mkdir()
-        words = SHAKESPEARE.read_text()
-        lines = (json.dumps({"text": words[i * 900 : (i + 1) * 900]}) for i in range(60))
+        text = SHAKESPEARE.read_text()
+        lines = (json.dumps({"text": text[i * 900 : (i + 1) * 900]}) for i in range(60))
         (directory / "text.jsonl").write_text("\n".join(lines) + "\n")
         prepare(DataConfig(train_text=str(directory / "text.jsonl"), dataset_name=str(directory / "shards"), **DATA))
 
     def start(self, directory: Path, processes: int, fault: str = "", **changes) -> Run:
-        """Starts a run in `directory`/run. Skips the test where its fault needs a compiler, and there is none."""
+        """Starts a run in `directory`/run. Skips the test if its fault needs a compiler and there is none."""
         if "(" in fault and not shim():
             pytest.skip("the shim of system calls needs a C compiler, and Linux")
         return Run(directory, processes, fault, self._fields | {"output_dir": directory / "run"} | changes)
 
     def reference(self, processes: int, **changes) -> Path:
-        """The directory of an uninterrupted run, which those that ask for the same one share."""
+        """The directory of an uninterrupted run, shared by all tests with the same arguments."""
         name = "-".join(["reference", str(processes), *(f"{k}={v}" for k, v in sorted(changes.items()))])
         return self._once(name, lambda directory: self.start(directory, processes, **changes).end(0) and None)[0]
 
     def check_same_end(self, directory: Path, processes: int, **changes) -> None:
-        """Fails unless the run ended with the weights, optimizer state and losses of the uninterrupted one."""
-        expected = self.reference(processes, **changes)
-        actual, wanted = (checkpoints(d / "run")[-1] for d in (directory, expected))
-        assert actual.name == wanted.name
+        """Fails unless the run ended with the weights, optimizer state and metrics of the uninterrupted one."""
+        reference = self.reference(processes, **changes)
+        actual, expected = (checkpoints(d / "run")[-1] for d in (directory, reference))
+        assert actual.name == expected.name
         assert verify(actual) == []
-        assert_equal_tensors(actual, wanted)
-        assert curve(directory) == curve(expected)
+        assert_equal_tensors(actual, expected)
+        assert curve(directory) == curve(reference)
 
 
 def curve(directory: Path) -> list[dict]:
-    """The lines of metrics.jsonl without what is measured by the clock."""
-    clock = {"tokens_per_second", "mfu", "seconds", "data_wait", "peak_memory_bytes", "save_wait"}
-    return [{k: v for k, v in line.items() if k not in clock} for line in metrics(directory / "run")]
+    """The lines of metrics.jsonl without what differs from run to run: times and memory."""
+    measured = {"tokens_per_second", "mfu", "seconds", "data_wait", "peak_memory_bytes", "save_wait"}
+    return [{k: v for k, v in line.items() if k not in measured} for line in metrics(directory / "run")]
 
 
 def newest_step(directory: Path) -> int:
-    """The step of the newest checkpoint, 0 where there is none. Fails where one that has its name is not intact."""
-    saved = checkpoints(directory / "run")
-    for path in saved:
+    """The step of the newest checkpoint, 0 if there is none. Fails if any checkpoint is not intact."""
+    paths = checkpoints(directory / "run")
+    for path in paths:
         assert verify(path) == [], f"{path.name} is committed and not intact"
-    return step_of(saved[-1]) if saved else 0
+    return step_of(paths[-1]) if paths else 0

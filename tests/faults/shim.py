@@ -1,4 +1,4 @@
-"""Builds shim.c, which changes what system calls do in programs that are started with it."""
+"""Builds shim.c, which changes the system calls of programs that preload it."""
 
 import functools
 import hashlib
@@ -13,7 +13,7 @@ SOURCE = Path(__file__).with_name("shim.c")
 
 @functools.cache
 def built() -> str:
-    """The library's path for LD_PRELOAD; empty where there is no compiler, or no Linux."""
+    """The library's path for LD_PRELOAD; empty without a compiler or without Linux."""
     compiler = shutil.which("cc")
     if sys.platform != "linux" or not compiler:
         return ""
@@ -21,7 +21,7 @@ def built() -> str:
     library = SOURCE.parents[2] / ".pytest_cache" / name
     if not library.exists():
         library.parent.mkdir(exist_ok=True)
-        made = library.with_name(f"{name}.{os.getpid()}")
-        subprocess.run([compiler, "-O1", "-shared", "-fPIC", "-o", made, SOURCE, "-ldl", "-lpthread"], check=True)
-        made.replace(library)
+        temporary = library.with_name(f"{name}.{os.getpid()}")
+        subprocess.run([compiler, "-O1", "-shared", "-fPIC", "-o", temporary, SOURCE, "-ldl", "-lpthread"], check=True)
+        temporary.replace(library)
     return str(library)

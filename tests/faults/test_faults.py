@@ -1,5 +1,5 @@
-"""What is done to a run, where, how often, and how the run must end. The same faults met by smaller parts: those of a
-checkpoint's files in tests/checkpoint, of shards in tests/data, of the Hub in tests/hub."""
+"""Faults in complete runs, and how each run must end. Faults in single parts are tested in tests/checkpoint (files of a
+checkpoint), tests/data (shards) and tests/hub."""
 
 import os
 import signal
@@ -28,10 +28,10 @@ def slow(*case):
 
 
 @pytest.mark.parametrize(
-    ("processes", "point", "saved"),
+    ("processes", "point", "saved_step"),
     [
         (2, "step.micro:9/1", 2),
-        (1, "evaluate.hellaswag:2", 6),  # saved before its long evaluation
+        (1, "evaluate.hellaswag:2", 6),  # a step is saved before its long evaluation
         (1, "write(*/.saving-step_00000004/.tmp*):4", 2),  # half of the optimizer's state
         slow(2, "write(*/.saving-*/.tmp*):2", 0),
         slow(2, "rename(*/run/step_*):2", 2),
@@ -40,20 +40,19 @@ def slow(*case):
         slow(2, "rename(*_[0-9]*.bin):2", 0),
     ],
 )
-def test_kill(lab, tmp_path, processes, point, saved):
-    """A process dies at a point, `saved` being the last step that is certain; the same command ends as if it had
-    not."""
-    own = {"dataset_name": tmp_path / "shards"} if ".bin" in point else {}  # the run prepares them itself
-    assert -signal.SIGKILL in lab.start(tmp_path, processes, f"kill@{point}", **own).end().codes
-    assert newest_step(tmp_path) >= saved
-    lab.start(tmp_path, processes, **own).end(0)
+def test_a_killed_run_continues_to_the_same_end(lab, tmp_path, processes, point, saved_step):
+    """One process is killed at a point, when `saved_step` is certain to have been saved."""
+    changes = {"dataset_name": tmp_path / "shards"} if ".bin" in point else {}  # the run prepares them itself
+    assert -signal.SIGKILL in lab.start(tmp_path, processes, f"kill@{point}", **changes).end().codes
+    assert newest_step(tmp_path) >= saved_step
+    lab.start(tmp_path, processes, **changes).end(0)
     lab.check_same_end(tmp_path, processes)
     assert not list((tmp_path / "run").glob(".*step_*"))
 
 
 def check_stopped(lab: Lab, run: Run, **changes) -> None:
-    """Fails unless SIGTERM ended the run with a checkpoint of its last step, without leaving a process behind, and the
-    same command ends as if it had not been stopped."""
+    """Fails unless SIGTERM ended the run and all its processes with a checkpoint of its last step. Then runs the same
+    command to its end."""
     run.end(ExitCode.RUN_AGAIN, together=False)
     assert run.leftovers() == []
     assert newest_step(run.directory) >= run.last_step > 0
@@ -70,7 +69,7 @@ def check_stopped(lab: Lab, run: Run, **changes) -> None:
         (2, "step.micro:7/1", 10),
     ],
 )
-def test_sigterm(lab, tmp_path, processes, point, save_steps):
+def test_a_run_stopped_by_sigterm_continues_to_the_same_end(lab, tmp_path, processes, point, save_steps):
     """At a point, to one process or to all."""
     check_stopped(lab, lab.start(tmp_path, processes, f"term@{point}", save_steps=save_steps), save_steps=save_steps)
     lab.check_same_end(tmp_path, processes, save_steps=save_steps)
@@ -78,19 +77,19 @@ def test_sigterm(lab, tmp_path, processes, point, save_steps):
 
 @pytest.mark.slow
 def test_sigterm_while_waiting_for_data(lab, tmp_path):
-    """To one of two processes, where the builder of a stream never finishes its next shard."""
-    long = {"max_steps": 24, "save_steps": 12, "eval_steps": "end", "hellaswag_steps": 0}
-    streamed = long | {"streaming": True, "dataset_name": tmp_path / "shards"}
+    """To one of two processes, while the producer of a stream never finishes its next shard."""
+    changes = {"max_steps": 24, "save_steps": 12, "eval_steps": "end", "hellaswag_steps": 0}
+    streamed = changes | {"streaming": True, "dataset_name": tmp_path / "shards"}
     run = lab.start(tmp_path, 2, "stall@rename(*_[0-9]*.bin):3", **streamed)
     run.until("\nstep 15 ")
     time.sleep(1)
     run.send_signal(signal.SIGTERM, rank=1)
     check_stopped(lab, run, **streamed)
-    lab.check_same_end(tmp_path, 2, **long)
+    lab.check_same_end(tmp_path, 2, **changes)
 
 
 @pytest.mark.parametrize(
-    ("fault", "reason", "code", "saved"),
+    ("fault", "reason", "code", "saved_steps"),
     [
         ("enospc@write(*/.saving-*4/.tmp*):4", "No space left on device", 0, [2, 6]),
         ("enospc@write(*/.saving-*[46]/.tmp*):4-", "No space left on device", ExitCode.NOT_SAVED, [2]),
@@ -98,11 +97,9 @@ def test_sigterm_while_waiting_for_data(lab, tmp_path):
         slow("eio@rename(*/run/step_*):2", "Input/output error", 0, [2, 6]),
     ],
 )
-def test_a_save_that_fails_is_reported_leaves_no_trace_and_costs_nothing_older(
-    lab, tmp_path, fault, reason, code, saved
-):
-    """On a disk that fails once, or from then on: Ctrl-C ends the wait for it, and the exit code says that the end is
-    missing."""
+def test_a_failed_save_is_reported_and_costs_no_older_checkpoint(lab, tmp_path, fault, reason, code, saved_steps):
+    """On a disk that fails once, or from then on: then Ctrl-C ends the retries of the last save, which the exit code
+    reports as missing."""
     run = lab.start(tmp_path, 1, fault, save_total_limit=3)
     if code:
         run.until("the last save is retried for 60 s: free some space")
@@ -111,7 +108,7 @@ def test_a_save_that_fails_is_reported_leaves_no_trace_and_costs_nothing_older(
     assert f"step 4: NOT SAVED: {reason}; " in run.output
     assert "step_00000002 is the newest checkpoint" in run.output
     assert "room  " not in run.output
-    assert [step_of(path) for path in checkpoints(tmp_path / "run")] == saved
+    assert [step_of(path) for path in checkpoints(tmp_path / "run")] == saved_steps
     assert not list((tmp_path / "run").glob(".*step_*"))
     if code:
         lab.start(tmp_path, 1, save_total_limit=3).end(0)
@@ -119,10 +116,9 @@ def test_a_save_that_fails_is_reported_leaves_no_trace_and_costs_nothing_older(
 
 
 @pytest.mark.parametrize("part", [0, *map(slow, range(1, 5))])
-def test_power_cut(lab, once, tmp_path, part):
-    """After each system call of a run, with of each file what was flushed, and with the names since then lost or not: a
-    committed checkpoint is never lost, and from a sample of these states the same command ends as if nothing had
-    happened."""
+def test_a_power_cut_loses_no_committed_checkpoint(lab, once, tmp_path, part):
+    """After any system call of a run, with the flushed content of each file, and with later names lost or not. From a
+    sample of these states the same command continues to the same end."""
     milestone = {"milestone_steps": 4}
 
     def record(directory: Path) -> None:
@@ -136,7 +132,7 @@ def test_power_cut(lab, once, tmp_path, part):
             renamed = step_of(Path(path))
         if call == "fsync" and path == f"{directory}/run":
             committed = renamed
-        for tree in trees:  # the first that a state is seen, less is committed
+        for tree in trees:  # a state seen again replaces the earlier one, which had less committed
             states[frozenset((name, id(content)) for name, content in tree.items())] = committed, tree
     assert committed == 6
     assert {"run/step_00000004/.keep", "run/step_00000006/manifest.json"} < trees[0].keys()
@@ -152,18 +148,17 @@ def test_power_cut(lab, once, tmp_path, part):
 
 
 @pytest.mark.parametrize(("processes", "fault", "step"), [(1, "nan@step.loss:12", 3), (2, "inf@step.gradient:8/1", 4)])
-def test_non_finite(lab, tmp_path, processes, fault, step):
-    """On one process, in the last micro-step of one step alone: none changes anything in that step, which is counted
-    and saved, as it may be a milestone or the one before the decay, and the run continues."""
-    short = {"save_steps": 1, "save_total_limit": 10, "eval_steps": "end", "hellaswag_steps": 0}
-    lab.start(tmp_path, processes, fault, max_steps=4, **short).end(0)
-    saved = [tmp_path / "run" / f"step_{n:08d}" for n in range(7)]
-    assert_equal_tensors(saved[step], saved[step - 1])
-    # The steps before are those of a run without the fault: processes that disagreed would have gone different ways.
-    assert curve(tmp_path)[:step] == curve(lab.reference(processes, max_steps=4, **short))[:step]
-    lab.start(tmp_path, processes, **short).end(0)
+def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(lab, tmp_path, processes, fault, step):
+    """On one process. The step is saved, as it may be a milestone or the last before the decay, and the run goes on."""
+    changes = {"save_steps": 1, "save_total_limit": 10, "eval_steps": "end", "hellaswag_steps": 0}
+    lab.start(tmp_path, processes, fault, max_steps=4, **changes).end(0)
+    paths = [tmp_path / "run" / f"step_{n:08d}" for n in range(7)]
+    assert_equal_tensors(paths[step], paths[step - 1])
+    # Up to the fault the metrics are those of a run without it: the processes agreed.
+    assert curve(tmp_path)[:step] == curve(lab.reference(processes, max_steps=4, **changes))[:step]
+    lab.start(tmp_path, processes, **changes).end(0)
     skipped = [line["skipped_steps"] for line in by_step(tmp_path / "run").values()]
     assert skipped[1:] == [0] * (step - 1) + [1] * (7 - step)
-    before, end = tensors(saved[step]), tensors(saved[6])
-    assert all(t.isfinite().all() for t in end.values())
-    assert any(not torch.equal(before[k], end[k]) for k in before)
+    skipped_step, last_step = tensors(paths[step]), tensors(paths[6])
+    assert all(t.isfinite().all() for t in last_step.values())
+    assert any(not torch.equal(skipped_step[k], last_step[k]) for k in skipped_step)

@@ -1,4 +1,4 @@
-"""Python imports this module as it starts, where PYTHONPATH names its folder: it loads the plugin into every process of
+"""Python imports this module when it starts with this folder on PYTHONPATH: it installs the plugin in every process of
 a run that is launched as a user launches it."""
 
 import os
