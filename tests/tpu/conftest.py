@@ -1,7 +1,7 @@
-"""TorchTPU's tests: run by `make test-tpu`; where torch_tpu or a compiler is missing they skip.
+"""TorchTPU's tests, run by `make test-tpu`; they skip without torch_tpu or a C compiler.
 
-The device "tpu" computes real values here, on this CPU: see site/sitecustomize.py. Times mean nothing. Not run are a
-TPU's own kernel for attention and the links between chips.
+The device "tpu" computes real values on this CPU (site/sitecustomize.py), but its times mean nothing. Not tested are a
+TPU's kernel for attention and the links between chips.
 """
 
 import os
@@ -17,7 +17,7 @@ from tests import processes
 from tests.conftest import EQUAL, ROOT, by_step, flags
 
 HERE = Path(__file__).parent
-# What tpu.yaml makes Accelerate set.
+# The environment that Accelerate sets for tpu.yaml.
 LAUNCHED = {"CUDA_VISIBLE_DEVICES": "tpu", "ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_USE_CPU": "false"}
 
 
@@ -29,9 +29,9 @@ def _missing() -> str:
         return "needs a C compiler"
     library = ROOT / ".pytest_cache" / "tpu-shim.so"
     library.parent.mkdir(exist_ok=True)
-    made = library.with_name(f"{library.name}.{os.getpid()}")
-    subprocess.run([compiler, "-O1", "-shared", "-fPIC", "-o", made, HERE / "shim.c", "-ldl"], check=True)
-    made.replace(library)
+    temporary = library.with_name(f"{library.name}.{os.getpid()}")
+    subprocess.run([compiler, "-O1", "-shared", "-fPIC", "-o", temporary, HERE / "shim.c", "-ldl"], check=True)
+    temporary.replace(library)
     os.environ |= {
         "TPU_LIBRARY_PATH": str(library),
         "CPU_PLUGIN": str(Path(plugin.origin).with_name("pjrt_c_api_cpu_plugin.so")),
@@ -56,7 +56,7 @@ def pytest_collection_modifyitems(items):
 
 
 def environment(chips: int) -> dict:
-    """Of a machine with so many chips, for programs of their own."""
+    """Of a subprocess on a machine with that many chips."""
     env = processes.environment({"ACCELERATE_USE_CPU": "false", "TPU_CHIPS": str(chips) if chips else ""})
     env.pop("CUDA_VISIBLE_DEVICES", None)
     path = {"PYTHONPATH": f"{HERE / 'site'}:{ROOT}", "PATH": f"{Path(sys.executable).parent}:{env['PATH']}"}
@@ -64,48 +64,43 @@ def environment(chips: int) -> dict:
 
 
 def launch(line: str, *arguments, chips: int) -> subprocess.Popen:
-    """What a user types, on such a machine."""
+    """Starts a command line on such a machine."""
     pipe, words = subprocess.PIPE, [*line.split(), *map(str, arguments)]
     return subprocess.Popen(words, cwd=ROOT, env=environment(chips), stdout=pipe, stderr=pipe, text=True)
 
 
 def train(shards, run: Path, device: str = "tpu", **fields) -> dict:
-    """A run of EQUAL's settings within this process, on one chip or on "cpu"; its metrics by step."""
+    """Trains with EQUAL's settings in this process, on one chip or on "cpu"; returns the metrics by step."""
+    from accelerate.state import AcceleratorState
+
     from recipe import train
 
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (LAUNCHED if device == "tpu" else {"ACCELERATE_USE_CPU": "true"}).items():
             patch.setenv(name, value)
         assert train.main(settings(shards, run, **fields)) == 0
-    _forget_accelerate()
+    AcceleratorState._reset_state(reset_partial_state=True)  # the next run may be on another device
     return by_step(run)
-
-
-def _forget_accelerate() -> None:
-    """The next run in this process may be on another device."""
-    from accelerate.state import AcceleratorState
-
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def settings(shards, run: Path, **fields) -> list[str]:
     return flags(**(EQUAL | {"dataset_name": shards, "output_dir": run} | fields))
 
 
-def assert_same(lines: dict, expected: dict, within: float = 1e-5, first: int = 1) -> None:
-    """The losses of all steps from `first` on, and the validation losses."""
+def assert_same(lines: dict, expected: dict, within: float = 1e-5) -> None:
+    """The losses and the validation losses of all steps."""
     for name in ("loss", "val_loss"):
-        theirs = {step: line[name] for step, line in expected.items() if line[name] is not None and step >= first}
-        assert theirs
-        assert {step: lines[step][name] for step in theirs} == pytest.approx(theirs, abs=within)
+        values = {step: line[name] for step, line in expected.items() if line[name] is not None}
+        assert values
+        assert {step: lines[step][name] for step in values} == pytest.approx(values, abs=within)
 
 
 @pytest.fixture(scope="session")
 def on_cpu(shards, once):
-    """The same run on the CPU: optimizer -> metrics by step."""
+    """optimizer -> the metrics, by step, of the run on the CPU."""
 
-    def get(optim: str, **fields) -> dict:
-        run, _ = once(f"on-cpu-{optim}", lambda run: train(shards, run, "cpu", optim=optim, **fields) and None)
+    def get(optim: str) -> dict:
+        run, _ = once(f"on-cpu-{optim}", lambda run: train(shards, run, "cpu", optim=optim) and None)
         return by_step(run)
 
     return get

@@ -1,6 +1,6 @@
-"""The process group of chips that are this CPU: tensors on "tpu" are copied to the host and meet there through gloo.
+"""A process group for chips simulated on this CPU: it copies tensors on "tpu" to the host and uses gloo.
 
-It takes the name of torch_tpu's own, tpu_dist, which needs the links of a real slice.
+It replaces torch_tpu's, called tpu_dist, which needs the links of a real slice.
 """
 
 import torch
@@ -37,55 +37,57 @@ class HostGroup(dist.ProcessGroup):
     def group_name(self):
         return dist.distributed_c10d._world.pg_names[self]
 
-    def _changed(self, tensors, call):
-        """In place, by the group's function on copies."""
-        host = [tensor.detach().cpu() for tensor in tensors]
-        call(host).wait()
-        return self._copied(tensors, host)
+    def _run(self, collective, tensors):
+        """Runs a collective that works in place on copies of the tensors, and copies the results back."""
+        copies = [tensor.detach().cpu() for tensor in tensors]
+        collective(copies).wait()
+        return self._copy_back(copies, tensors)
 
-    def _copied(self, tensors, host):
-        for tensor, copy in zip(tensors, host, strict=True):
+    def _copy_back(self, copies, tensors):
+        for tensor, copy in zip(tensors, copies, strict=True):
             tensor.detach().copy_(copy)
         return _Done(tensors)
 
     def allreduce(self, tensors, opts=None):
         opts = opts or dist.AllreduceOptions()
-        average = opts.reduceOp == dist.ReduceOp.AVG  # which gloo does not know
+        average = opts.reduceOp == dist.ReduceOp.AVG  # gloo does not have it
         if average:
             opts.reduceOp = dist.ReduceOp.SUM
 
-        def call(host):
-            work = self._gloo.allreduce(host, opts)
+        def allreduce(copies):
+            work = self._gloo.allreduce(copies, opts)
             if average:
                 work.wait()
-                for tensor in host:
-                    tensor.div_(self.size())
+                for copy in copies:
+                    copy.div_(self.size())
             return work
 
-        return self._changed(tensors, call)
+        return self._run(allreduce, tensors)
 
     def broadcast(self, tensors, opts=None):
-        return self._changed(tensors, lambda host: self._gloo.broadcast(host, opts or dist.BroadcastOptions()))
+        return self._run(lambda copies: self._gloo.broadcast(copies, opts or dist.BroadcastOptions()), tensors)
 
     def allgather(self, outputs, inputs, opts=None):
-        host = [[tensor.detach().cpu() for tensor in each] for each in outputs]
-        self._gloo.allgather(host, [tensor.detach().cpu() for tensor in inputs]).wait()
-        for tensors, copies in zip(outputs, host, strict=True):
-            self._copied(tensors, copies)
+        output_copies = [[tensor.detach().cpu() for tensor in tensors] for tensors in outputs]
+        self._gloo.allgather(output_copies, [tensor.detach().cpu() for tensor in inputs]).wait()
+        for copies, tensors in zip(output_copies, outputs, strict=True):
+            self._copy_back(copies, tensors)
         return _Done(outputs)
 
     def all_gather_single(self, output, input, opts=None):
         parts = list(torch.empty(output.shape, dtype=output.dtype).view(self.size(), -1).unbind())
         self._gloo.allgather([parts], [input.detach().cpu().reshape(-1).contiguous()]).wait()
-        return self._copied([output], [torch.cat(parts).view(output.shape)])
+        return self._copy_back([torch.cat(parts).view(output.shape)], [output])
 
     def reduce_scatter_single(self, output, input, opts=None):
-        whole = input.detach().cpu().contiguous()
-        self._gloo.allreduce([whole]).wait()
-        own = whole.view(self.size(), -1)[self.rank()].view(output.shape)
-        return self._copied([output], [own / self.size() if opts and opts.reduceOp == dist.ReduceOp.AVG else own])
+        total = input.detach().cpu().contiguous()
+        self._gloo.allreduce([total]).wait()
+        shard = total.view(self.size(), -1)[self.rank()].view(output.shape)
+        if opts and opts.reduceOp == dist.ReduceOp.AVG:
+            shard = shard / self.size()
+        return self._copy_back([shard], [output])
 
-    # As functional collectives call them, those of DTensor.
+    # Called by the functional collectives of DTensor.
 
     def all_gather_single_coalesced(self, outputs, inputs, opts=None):
         for output, input in zip(outputs, inputs, strict=True):

@@ -1,4 +1,4 @@
-"""What a chip computes where this CPU, in all other tests, has plain products instead."""
+"""The attention of a real chip, which all other tests replace by plain products."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from recipe.model.gpt2 import causal_attention
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_attention_is_one_fused_operator_and_its_backward_another(monkeypatch, dtype, dropout):
-    """torch_tpu has a Pallas kernel under this name of PyTorch's. Traced alone: nothing but a TPU can run it."""
+    """torch_tpu's Pallas kernel has this name of PyTorch's. It is only traced, because only a TPU can run it."""
     monkeypatch.setattr(F, "scaled_dot_product_attention", F.of_a_tpu)
     q = torch.zeros(1, 2, 1024, 64, device="tpu", dtype=dtype, requires_grad=True)
 

@@ -1,4 +1,4 @@
-"""What a user types, on a machine with chips and on one without."""
+"""Command lines as users type them, on a machine with chips and on one without."""
 
 import re
 import signal
@@ -12,14 +12,8 @@ from tests.tpu.conftest import assert_same, launch, settings, train
 LINE = "accelerate launch --config_file accelerate_configs/{}.yaml recipe/train.py"
 
 
-def finished(process) -> str:
-    out, err = process.communicate(timeout=1200)
-    assert process.returncode == 0, out + err
-    return out
-
-
 def test_the_line_of_the_readme_without_a_chip_is_an_error():
-    """torch_tpu alone is not a TPU."""
+    """Although torch_tpu is installed."""
     lines = re.findall(r"`(accelerate launch .*accelerate_configs/tpu.yaml [^`]+)`", (ROOT / "README.md").read_text())
     out, err = launch(lines[0], chips=0).communicate(timeout=300)
     errors = [line for line in err.splitlines() if line.startswith("error: ")]
@@ -29,8 +23,8 @@ def test_the_line_of_the_readme_without_a_chip_is_an_error():
 
 
 def test_two_chips_stopped_by_sigterm_take_the_steps_of_one_process(shards, on_cpu, tmp_path, capsys):
-    """Accelerate's launcher gets the signal and dies of it; the one behind it passes it on, and the run ends with a
-    checkpoint, from which one chip, which starts sooner than two, goes on."""
+    """Accelerate's launcher dies of the signal, the inner one passes it on, and the run ends with a checkpoint. One
+    chip continues from it, because it starts sooner than two."""
     arguments = settings(shards, tmp_path / "run", torch_compile="true")
     process, log = launch(LINE.format("tpu"), *arguments, chips=2), tmp_path / "run" / "metrics.jsonl"
     while process.poll() is None and not (log.exists() and '"step": 12' in log.read_text()):
@@ -40,26 +34,27 @@ def test_two_chips_stopped_by_sigterm_take_the_steps_of_one_process(shards, on_c
     assert process.returncode, out
     assert "DDP over 2 processes" in out
     assert "stopping at the next step boundary, with a checkpoint" in out + err
-    first = by_step(tmp_path / "run")
+    stopped_lines = by_step(tmp_path / "run")
     lines = train(shards, tmp_path / "run", torch_compile="true")
     assert re.search(r"resume     from step (1[2-9]|2\d)", capsys.readouterr().out)
-    assert_same(first | lines, on_cpu("adamw"))
+    assert_same(stopped_lines | lines, on_cpu("adamw"))
 
 
 @pytest.mark.parametrize(("file", "chips", "optims"), [("tpu", 4, ("adamw", "muon")), ("tpu-fsdp", 2, ("adamw",))])
 def test_several_chips_take_the_steps_of_one_process(shards, on_cpu, tmp_path, file, chips, optims):
-    """One run after the other, since starting takes longer than they do."""
     runs = ",".join(f"{tmp_path / optim} --optim={optim}" for optim in optims)
     line = LINE.format(file).replace("recipe/train.py", "tests/engine/several_runs.py")
-    out = finished(launch(line, runs, *settings(shards, tmp_path, torch_compile="true"), chips=chips))
+    process = launch(line, runs, *settings(shards, tmp_path, torch_compile="true"), chips=chips)
+    out, err = process.communicate(timeout=1200)
+    assert process.returncode == 0, out + err
     assert out.count(f"{'FSDP' if 'fsdp' in file else 'DDP'} over {chips} processes") == len(optims)
     for optim in optims:
         assert_same(by_step(tmp_path / optim), on_cpu(optim))
 
 
 @pytest.mark.slow
-def test_two_chips_pass_the_first_checks_of_a_preflight_and_it_can_be_stopped():
-    """The checks that follow are training runs, as above."""
+def test_two_chips_pass_the_first_checks_of_preflight_which_can_be_stopped():
+    """The later checks are training runs, as above."""
     line = LINE.format("tpu").replace("train.py", "preflight.py")
     process = launch(line, "--precision=fp32", "--n_layer=1", "--n_embd=64", "--n_head=2", chips=2)
     checked = {}

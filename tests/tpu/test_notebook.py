@@ -2,15 +2,22 @@
 
 import json
 
+import pytest
+
 from tests.conftest import TINY, by_step
 from tests.test_notebooks import SAME, check_installed, execute, modules, recipe
 from tests.tpu.conftest import environment
 
 
-def test_a_kaggle_tpu(shards, tmp_path):
-    """A process a chip, without an earlier run and without a push."""
+@pytest.fixture
+def env() -> dict[str, str]:
+    """What a notebook's programs see of a machine with one chip."""
+    return {name: environment(chips=1)[name] for name in ("PYTHONPATH", "TPU_CHIPS", "ACCELERATE_USE_CPU")}
+
+
+def test_the_kaggle_notebook_trains_and_evaluates_on_a_tpu(shards, env, tmp_path):
+    """Without an earlier run and without a push."""
     config = recipe(tmp_path / "configs", **TINY | {"max_steps": 6}, dataset_name=shards)
-    env = {name: environment(chips=1)[name] for name in ("PYTHONPATH", "TPU_CHIPS", "ACCELERATE_USE_CPU")}
     printed = execute("kaggle-tpu", tmp_path, env=env, skip=SAME, CONFIG=config, EARLIER=str(tmp_path))
     run = tmp_path / "runs" / "shakespeare"
     check_installed(printed["installed"], "tpu,trackers", tmp_path / "checkout")
@@ -24,12 +31,11 @@ def test_a_kaggle_tpu(shards, tmp_path):
     assert f"all done; the run is in {run}" in printed["push"]
 
 
-def test_colabs_tpu(shards, tmp_path):
-    """Installed for, trained on and kept on Drive; the cells that follow are those of Kaggle's."""
+def test_the_colab_notebook_trains_on_a_tpu_and_keeps_the_run_on_drive(shards, env, tmp_path):
+    """Its later cells are those of Kaggle's."""
     config = recipe(tmp_path / "configs", **TINY | {"max_steps": 6}, dataset_name=shards)
     drive = {"google__colab__drive": "def mount(path): pass", "google__colab__userdata": ""}
     fakes = modules(tmp_path / "modules", **drive)["PYTHONPATH"]
-    env = {name: environment(chips=1)[name] for name in ("PYTHONPATH", "TPU_CHIPS", "ACCELERATE_USE_CPU")}
     env |= {"PYTHONPATH": f"{fakes}:{env['PYTHONPATH']}", "TPU_ACCELERATOR_TYPE": "v5e-1"}
     places = {"DRIVE": str(tmp_path), "KEPT": str(tmp_path / "kept"), "HOURS": 1}
     printed = execute("colab", tmp_path, env=env, skip={*SAME, "loss"}, CONFIG=config, **places)

@@ -1,6 +1,6 @@
-"""The TPU engine's tests: run by `make test-xla` on XLA's CPU client; where torch_xla is missing they skip.
+"""The XLA engine's tests, run by `make test-xla` on XLA's CPU client; they skip without torch_xla.
 
-No file here imports torch_xla at its top: the tests are collected, and say why they skip, in the other environment.
+No file here imports torch_xla at module level: an environment without it collects the tests and reports why they skip.
 """
 
 import os
@@ -13,7 +13,7 @@ import pytest
 from tests import conftest
 from tests.conftest import EQUAL, by_step, flags, ok
 
-# Four devices for what runs within this process; before torch_xla is imported.
+# Devices of this process; read when torch_xla is imported.
 os.environ.setdefault("CPU_NUM_DEVICES", "4")
 
 HERE = Path(__file__).parent
@@ -29,8 +29,8 @@ def pytest_collection_modifyitems(items):
 
 
 def launch(config: str, *command, devices: int = 1):
-    """What a user types: `accelerate launch --config_file ... recipe/train.py ...`, with or without torch_xla."""
-    env = {"PATH": f"{BIN}:{os.environ['PATH']}", "XLA_USE_SPMD": "0"}  # not what an engine within this process set
+    """Runs `accelerate launch --config_file ... recipe/train.py ...`, with torch_xla for tpu.yaml only."""
+    env = {"PATH": f"{BIN}:{os.environ['PATH']}", "XLA_USE_SPMD": "0"}  # an engine in this process may have set it
     if "tpu" in config:
         env |= {"CPU_NUM_DEVICES": str(devices), "ACCELERATE_USE_CPU": "false"}
     else:
@@ -39,14 +39,14 @@ def launch(config: str, *command, devices: int = 1):
 
 
 def train(shards, run: Path, *, config: str = "tpu", devices: int = 1, **fields):
-    """A run of EQUAL's settings into `run`; its metrics by step, and its output."""
+    """Trains with EQUAL's settings; returns the metrics by step, and the output."""
     settings = EQUAL | {"dataset_name": shards, "output_dir": run} | fields
     result = ok(launch(config, *flags(**settings), devices=devices))
     return by_step(run), result.stdout
 
 
 def train_here(shards, run: Path, **fields):
-    """The same within this process, on four devices: quicker, for programs are compiled once for all its runs."""
+    """The same in this process, on four devices: faster, because programs are compiled once for all runs."""
     from recipe import train
 
     settings = EQUAL | {"dataset_name": shards, "output_dir": run} | fields
@@ -54,20 +54,19 @@ def train_here(shards, run: Path, **fields):
     return by_step(run)
 
 
-def column(lines: dict, name: str, last: int = 10**9) -> list:
-    return [line[name] for step, line in lines.items() if line[name] is not None and step <= last]
+def column(lines: dict, name: str) -> list:
+    return [line[name] for line in lines.values() if line[name] is not None]
 
 
 @pytest.fixture(scope="session")
 def plain(shards, once):
-    """The engine of one device, in the same environment: (directory, metrics)."""
-    run, _ = once("plain", lambda run: train(shards, run, config="single")[1])
-    return run, by_step(run)
+    """Metrics by step of the one-device engine, in the same environment."""
+    return by_step(once("plain", lambda run: train(shards, run, config="single")[1])[0])
 
 
 @pytest.fixture(scope="session")
 def strategy():
-    """A strategy of four devices within this process."""
+    """The strategy of four devices in this process."""
     from recipe.engine.factory import open_strategy
 
     return open_strategy("fp32")
@@ -75,5 +74,5 @@ def strategy():
 
 @pytest.fixture
 def compilations(strategy):
-    """A function that counts the programs compiled so far."""
+    """A function that returns the number of programs compiled so far."""
     return lambda: strategy.device.counters()["compilations"]

@@ -1,6 +1,5 @@
-"""The TPU engine within this process, on four devices of XLA's CPU client."""
+"""The XLA engine in this process, on four devices of XLA's CPU client."""
 
-import shutil
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -12,7 +11,7 @@ from recipe.config import BatchPlan, OptimizerConfig
 from recipe.optim.optimizer import make_optimizer, steps_taken
 from recipe.optim.schedule import set_lr
 from recipe.utils.errors import UserError
-from tests.conftest import assert_equal_tensors, forget_after
+from tests.engine.conftest import EVALUATED, check_resumed_run
 from tests.xla.conftest import train_here
 
 
@@ -29,14 +28,15 @@ class Toy(torch.nn.Module):
         return (x @ self.weight + 0 * self.unused.sum() - 1).square().mean()
 
 
-def steps(strategy, module, config, rows, *, accumulation, count, each=lambda step: None, spike_filter=None):
-    """Trains for `count` steps as the loop does."""
+def train_toy(strategy, module, config, *, accumulation, steps, spike_filter=None, after_step=lambda: None):
+    """Trains as the training loop does; returns the optimizer."""
+    rows = torch.ones(8, 4)
     strategy.place(module, compile=False)
     optimizer = make_optimizer(module, config, **strategy.device.optimizer_options(strategy.runtime.processes))
     batch = BatchPlan(accumulation * len(rows), 1, len(rows), accumulation, strategy.device.count)
     module, optimizer = strategy.prepare(module, optimizer, batch, config)
     strategy.spike_filter = spike_filter or strategy.spike_filter
-    for step in range(count):
+    for step in range(steps):
         set_lr(optimizer, step, config)
         for micro_step in range(accumulation):
             with strategy.micro_step(module, last=micro_step == accumulation - 1):
@@ -44,41 +44,38 @@ def steps(strategy, module, config, rows, *, accumulation, count, each=lambda st
                 strategy.backward(loss)
         strategy.update(module, optimizer, loss)
         strategy.device.flush()
-        each(step)
-    return module, optimizer
+        after_step()
+    return optimizer
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_a_skipped_step_changes_nothing_and_compiles_nothing(strategy, compilations, accumulation):
-    """Two of six: the weights are those of four steps, and so is AdamW's count."""
-    config, rows = OptimizerConfig(learning_rate=0.1, lr_scheduler_type="wsd"), torch.ones(8, 4)
+    """Two of six steps are skipped: the weights and AdamW's count are those of four steps."""
+    config = OptimizerConfig(learning_rate=0.1, lr_scheduler_type="wsd")
     module, skips, weights, counts = Toy(), [0.0, 0.0, 1.0, 0.0, 1.0, 0.0], [], []
 
-    def judge(norm, loss):
-        return torch.tensor([skips[len(weights)], 2.0]).to(norm.device)[0]  # alone, 0 and 1 become part of the program
+    def should_skip(norm, loss):  # a tensor of 0 or of 1 alone would become a constant of the program
+        return torch.tensor([skips[len(weights)], 2.0]).to(norm.device)[0]
 
-    chosen = SimpleNamespace(limits={}, should_skip=judge)
-
-    def each(step):
+    def after_step():
         weights.append(module.weight.detach().cpu().clone())
         counts.append(compilations())
 
-    options = {"accumulation": accumulation, "each": each, "spike_filter": chosen}
-    _, optimizer = steps(strategy, module, config, rows, count=6, **options)
-    changed = [not torch.equal(a, b) for a, b in pairwise(weights)]
-    assert changed == [True, False, True, False, True]
+    options = {"spike_filter": SimpleNamespace(limits={}, should_skip=should_skip), "after_step": after_step}
+    optimizer = train_toy(strategy, module, config, accumulation=accumulation, steps=6, **options)
+    assert [torch.equal(a, b) for a, b in pairwise(weights)] == [False, True, False, True, False]
     assert steps_taken(optimizer) == 4
     assert len(set(counts[1:])) == 1
-    other = Toy()
-    steps(strategy, other, config, rows, accumulation=accumulation, count=4)
-    assert torch.equal(other.weight.detach().cpu(), weights[-1])
+    unskipped = Toy()
+    train_toy(strategy, unskipped, config, accumulation=accumulation, steps=4)
+    assert torch.equal(unskipped.weight.detach().cpu(), weights[-1])
 
 
-def test_rows_are_divided_among_the_devices_and_all_else_is_whole_on_each(strategy):
+def test_rows_are_sharded_across_the_devices_and_all_else_is_replicated(strategy):
     from torch_xla import _XLAC
 
-    config = OptimizerConfig(learning_rate=0.1, max_steps=3)
-    module, optimizer = steps(strategy, Toy(), config, torch.ones(8, 4), accumulation=2, count=3)
+    module = Toy()
+    optimizer = train_toy(strategy, module, OptimizerConfig(learning_rate=0.1, max_steps=3), accumulation=2, steps=3)
     assert _XLAC._get_xla_sharding_spec(strategy.device.put(torch.ones(8, 4))) == "{devices=[4,1]0,1,2,3}"
     tensors = [*module.parameters(), *(p.grad for p in module.parameters())]
     tensors += [t for state in optimizer.state.values() for t in state.values()]
@@ -86,7 +83,7 @@ def test_rows_are_divided_among_the_devices_and_all_else_is_whole_on_each(strate
     assert {_XLAC._get_xla_sharding_spec(t) for t in tensors} == {"{replicated}"}
 
 
-def test_devices_draw_different_masks_and_a_seed_draws_the_same_again(strategy, compilations):
+def test_dropout_masks_differ_between_devices_and_repeat_with_the_seed(strategy, compilations):
     def mask(seed):
         strategy.seed_dropout(seed, 0)
         rows = strategy.device.put(torch.ones(8, 256))
@@ -96,50 +93,34 @@ def test_devices_draw_different_masks_and_a_seed_draws_the_same_again(strategy, 
     mask(7)
     strategy.device.flush()
     count = compilations()
-    first, again, *others = (mask(87_654_321_012_345_678 + i) for i in (0, 0, 1, 2, 3))
-    assert compilations() == count  # read first: fetching what is divided among the devices compiles
-    first, again, *others = (m.cpu() for m in (first, again, *others))
+    masks = [mask(87_654_321_012_345_678 + i) for i in (0, 0, 1, 2, 3)]
+    assert compilations() == count  # before the masks are fetched, which compiles
+    first, same_seed, *other_seeds = (m.cpu() for m in masks)
     assert 0.4 < (first == 0).float().mean() < 0.6
     assert len({tuple(row.tolist()) for row in first}) == 8
-    assert torch.equal(again, first)
-    assert all(not torch.equal(other, first) for other in others)
+    assert torch.equal(same_seed, first)
+    assert all(not torch.equal(m, first) for m in other_seeds)
 
 
-def test_a_run_resumes_bit_for_bit_compiles_nothing_twice_and_falls_back_nowhere(strategy, shards, tmp_path, capsys):
-    """Everything on; HellaSwag and samples in between must not shift dropout's masks. An operation that torch_xla does
-    not know would be done on the CPU, each time with a transfer; it is counted under aten::."""
+def test_a_run_resumes_bit_for_bit_compiles_nothing_twice_and_runs_every_operation_on_xla(
+    strategy, shards, tmp_path, capsys
+):
+    """torch_xla would do an operation that it lacks on the CPU, with transfers, and count it under aten::."""
     from torch_xla.debug import metrics as xla_metrics
 
     xla_metrics.clear_counters()
-    fields = {
-        "max_steps": 8,
-        "warmup_steps": 2,
-        "eval_steps": 4,
-        "save_steps": 4,
-        "hellaswag_steps": 4,
-        "hellaswag_limit": 9,
-        "sample_steps": 4,
-        "dropout": 0.1,
-        "gradient_checkpointing": "true",
-    }
-    full, resumed = tmp_path / "full", tmp_path / "resumed"
-    lines = train_here(shards, full, **fields)
-    assert lines[4]["compilations"] == lines[8]["compilations"]  # the second evaluation has found all of its programs
+    fields = EVALUATED | {"gradient_checkpointing": "true"}
+    lines = check_resumed_run(lambda run: train_here(shards, run, **fields), tmp_path, capsys)
+    assert (
+        lines[4]["compilations"] == lines[8]["compilations"]
+    )  # the second evaluation reuses the programs of the first
     assert lines[8]["hellaswag_llmc_acc"] * 9 == pytest.approx(round(lines[8]["hellaswag_llmc_acc"] * 9), abs=1e-5)
     names = xla_metrics.counter_names()
     assert "xla::mm" in names or "xla::addmm" in names
     assert {name for name in names if name.startswith("aten::")} <= {"aten::_local_scalar_dense"}
-    assert capsys.readouterr().out.count(": sample ") == 3
-
-    forget_after(4, shutil.copytree(full, resumed))
-    again = train_here(shards, resumed, **fields)
-    assert "from step 4" in capsys.readouterr().out
-    assert_equal_tensors(resumed / "step_00000008", full / "step_00000008")
-    for key in ("loss", "val_loss", "learning_rate", "grad_norm", "hellaswag_llmc_acc"):
-        assert [line.get(key) for line in again.values()] == [line.get(key) for line in lines.values()]
 
 
-def test_flash_attention_is_called_only_where_it_compiles(strategy, monkeypatch):
+def test_flash_attention_is_called_only_for_inputs_that_it_compiles_for(strategy, monkeypatch):
     from torch_xla.experimental import custom_kernel
 
     from recipe.engine import xla
@@ -172,7 +153,7 @@ def test_flash_attention_is_called_only_where_it_compiles(strategy, monkeypatch)
         ({"WORLD_SIZE": "2"}, "2 processes, but torch_xla is installed; launch with accelerate_configs/tpu.yaml"),
     ],
 )
-def test_launches_that_are_refused(strategy, monkeypatch, variables, message):
+def test_launches_that_torch_xla_would_change_are_refused(strategy, monkeypatch, variables, message):
     from recipe.engine.xla import check_xla_launch
 
     check_xla_launch()

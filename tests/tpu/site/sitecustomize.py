@@ -1,9 +1,8 @@
-"""A TPU that this CPU computes. Python imports this file as it starts, where it is on PYTHONPATH.
+"""A TPU simulated on this CPU. Python imports this file when it starts with it on PYTHONPATH.
 
 torch_tpu loads XLA's CPU plugin through shim.c. What a machine without a TPU cannot do is replaced here, and nowhere in
-the product: torch_tpu looks for chips on the PCI bus (here TPU_CHIPS says how many there are), connects them
-by their own links (here processes meet through gloo), and computes attention with a kernel for TPUs (here with plain
-products).
+the product: torch_tpu counts the chips on the PCI bus (here TPU_CHIPS is their number), connects them by their own
+links (here processes use gloo), and computes attention with a kernel for TPUs (here with plain products).
 """
 
 import os
@@ -26,23 +25,23 @@ def start() -> None:
         hardware.get_tpu_topology = lambda world_size=None: f"1,{world_size or chips},1"
         loader._init_device("tpu")
         torch.accelerator.device_count = lambda: chips
-        torch.accelerator.max_memory_allocated = lambda: 0  # the CPU's client keeps no account
+        torch.accelerator.max_memory_allocated = lambda: 0  # the CPU's client does not measure it
         if launch:
-            torch.zeros(1, device="tpu")  # its client starts
+            torch.zeros(1, device="tpu")  # starts its client
     finally:
         os.environ.update(launch)
     from tests.tpu import host_group  # noqa: F401  (registers itself)
 
     kernel = torch.nn.functional.scaled_dot_product_attention
-    torch.nn.functional.of_a_tpu = kernel  # for a test of what a TPU would run
+    torch.nn.functional.of_a_tpu = kernel  # for test_attention.py
 
-    def attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, **others):
+    def attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, **kwargs):
         if q.device.type != "tpu":
-            return kernel(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, **others)
+            return kernel(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, **kwargs)
         scores = (q @ k.transpose(-2, -1)).float() * (scale or q.shape[-1] ** -0.5)
         if is_causal:
-            at = torch.arange(q.shape[-2], device=q.device)
-            attn_mask = at[:, None] >= at
+            positions = torch.arange(q.shape[-2], device=q.device)
+            attn_mask = positions[:, None] >= positions
         if attn_mask is not None:
             scores = scores.masked_fill(~attn_mask, -1e30)
         p = torch.nn.functional.dropout(torch.softmax(scores, -1), dropout_p).to(v.dtype)
