@@ -49,7 +49,7 @@ FAST := tests/model/test_gpt2.py tests/data/test_dataset.py $(addprefix tests/te
 	test_golden_loss_curve test_a_run_learns_and_reports test_stop_and_resume_equals_never_stopping_bit_for_bit)
 # Prints the targets below under their headings, each with its description (the text after ##).
 LIST = awk '/^\#\#@ / {printf "\n%s\n", substr($$0, 5)} /^[a-z-]+:.*\#\# / {split($$0, part, /:.*\#\# /); printf "  make %-14s %s\n", part[1], part[2]}' $(firstword $(MAKEFILE_LIST))
-# Installs into the environment of a target; the constraints file follows as the first argument.
+# Installs into the environment of a target; the constraints file and pip's arguments follow.
 INSTALL = .ci/install $(@D)
 
 .DEFAULT_GOAL := start
@@ -131,7 +131,7 @@ compare: .venv/installed ## MODEL vs. WITH (default: GPT-2): loss, HellaSwag, a 
 
 ##@ Share
 
-export: .venv/installed ## the latest checkpoint of RUN, with its model card, into OUT
+export: .venv/installed ## the newest checkpoint of RUN, with its model card, into OUT
 	$(BIN)/python -m recipe.hub.export $(RUN) --out $(OUT) $(ARGS)
 
 push: .venv/installed ## upload RUN's milestones and newest checkpoint to REPO
@@ -139,7 +139,7 @@ push: .venv/installed ## upload RUN's milestones and newest checkpoint to REPO
 
 ##@ Measure speed
 
-scoreboard: .venv/installed ## the gain of each optimization, of processes, of sizes here
+scoreboard: .venv/installed ## speed here by optimization, number of processes and model size
 	$(BIN)/python -m benchmarks scoreboard $(BENCH_ARGS)
 
 bench-peers: .venv/installed ## speed of CONFIG vs. transformers and others

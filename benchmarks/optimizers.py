@@ -218,7 +218,7 @@ def lines(result: dict) -> list[str]:
     sentences = [f"{size}: {optimizer} {fields}" for optimizer, fields in result["best"].items()]
     for name, curves in result["curves"].items():
         sentences.append(f"{size}: {name}: {' and '.join(f'{curve[-1][1]:.3f}' for curve in curves)}")
-    needed_share = f"{share:.2f}" if share else "none of these shares"
+    needed_share = f"{share:.2f}" if share else "none of the tried shares"
     noise = f"; the loss varies over seeds by {result['seed_noise']:.3f}" if "seed_noise" in result else ""
     return [*sentences, f"{size}: Muon reaches AdamW's loss with {needed_share} of its tokens{noise}"]
 

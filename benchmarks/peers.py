@@ -27,8 +27,9 @@ Peer = tuple[str, list, dict]  # name, command, the fields in which it differs f
 
 def contenders(precision: str, nanogpt: str, on_cpu: bool) -> list[Peer]:
     """All peers, the most informative first: on a GPU recipe/train.py without the fused loss; nanoGPT's model from a
-    checkout; transformers' model and Trainer at their best settings, then without compilation. On a CPU each peer runs
-    twice: with the default allocator, and with recipe/train.py's. Raises UserError if the checkout is missing."""
+    checkout; transformers' model and Trainer at their best settings, then without compilation, then the model in fp32.
+    On a CPU each peer runs twice: with the default allocator, and with recipe/train.py's. Raises UserError if the
+    checkout is missing."""
     program = ["-m", "benchmarks.peer"]
     loop, compiled = "transformers in a bare loop", {"torch_compile": True}
     eager = {"torch_compile": False}

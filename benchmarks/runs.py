@@ -82,7 +82,7 @@ class Run:
             if self._process.poll() is not None:
                 raise Void(self._error())
             if time.monotonic() > deadline:
-                raise Void(f"no step in {timeout:.0f} s")
+                raise Void(f"no logged step in {timeout:.0f} s")
 
     def pause(self) -> None:
         """Pauses the program until its next turn."""

@@ -13,7 +13,7 @@ from recipe.utils.units import si
 # vocabulary size (10.82 for GPT-2's). Known values: 10.81 to 10.83 (this project), 10.95 (build-nanogpt), 10.98 and
 # 11.01 (llm.c).
 INITIAL_LOSS_MARGINS = (0.3, 0.5)
-# By step 200 the loss of every known healthy run has fallen by more than 3 nats; a healthy one falls by 2 at least.
+# By step 200 the loss of every known healthy run has fallen by more than 3 nats; less than 2 is reported.
 LEARNING_STEP, LEARNING_DROP = 200, 2.0
 # The validation loss is always measured on the same tokens, so a rise is not batch noise. At a high learning rate it
 # still fluctuates by about 0.02 (llm.c's and build-nanogpt's curves never rise by more than 0.002).

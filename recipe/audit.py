@@ -105,9 +105,9 @@ def interval_to(end: Path, paths: list[Path], repo: str) -> Interval:
 
 
 def options_of(interval: Interval, directory: Path, repo: str, flags: list[str]) -> list[str]:
-    """The trainer's options: the configuration of the run, and the flags. Streamed data are streamed into `directory`.
-    Raises NotComparable if the configuration changed within the interval, and UserError for a path of the run's author
-    that no flag replaces."""
+    """The trainer's options: the configuration of the run, and the flags. Data that the run streamed are
+    streamed again, into `directory`. Raises NotComparable if the configuration changed within the interval, and
+    UserError for a path of the run's author that no flag replaces."""
     state = state_of(interval.end)
     part = state["about"][-1]
     if part["from_step"] > interval.first:

@@ -36,7 +36,7 @@ from recipe.config import Config, parse_config
 from recipe.config.catalog import unknown_data
 from recipe.data.documents import TextFiles
 from recipe.data.producer import open_text
-from recipe.data.survey import ENGLISH, SHIPPED_TEXT, VOCAB_SIZE, Text, survey
+from recipe.data.survey import ENGLISH, OWN_VOCAB_SIZE, SHIPPED_TEXT, Text, survey
 from recipe.data.tokenizer import GPT2, open_tokenizer
 from recipe.engine.factory import open_strategy
 from recipe.engine.launch import fail, is_local_main_process
@@ -107,8 +107,8 @@ def parse_request(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     budget = parser.add_mutually_exclusive_group()
     budget.add_argument("--hours", type=float, default=0.1, help="for everything, the search included (default: 0.1)")
-    budget.add_argument("--tokens", type=float, default=0.0, help="to train on, with the size that is best then")
-    budget.add_argument("--dollars", type=float, help="as hours, by --price_per_hour")
+    budget.add_argument("--tokens", type=float, default=0.0, help="to train on, with the best size for that many")
+    budget.add_argument("--dollars", type=float, help="budget in dollars, converted to hours by --price_per_hour")
     parser.add_argument("--price_per_hour", type=float, default=0.0, help="dollars an hour of all devices")
     parser.add_argument("--print_run", action="store_true", help="only print where the run is, or would be")
     parser.add_argument("--device", default="", help="only plan, for devices that are not here, such as 8xh100")
@@ -136,7 +136,7 @@ def parse_request(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def earlier_recipe(request: argparse.Namespace, config: Config, strategy: Strategy, path: Path) -> list[str] | None:
     """The lines of the recipe that was written for the same request, if there is one. A collective call. Raises
-    UserError where there is another one, or where none could be written."""
+    UserError if there is another one, or if none could be written."""
     with strategy.runtime.processes.shared_error("there is another recipe"):
         if path.exists() and not config.run.fresh:
             lines = path.read_text().splitlines()
@@ -150,8 +150,8 @@ def earlier_recipe(request: argparse.Namespace, config: Config, strategy: Strate
 
 
 def write_recipe(request: argparse.Namespace, flags: list[str], config: Config, strategy: Strategy, path: Path) -> None:
-    """Searches the best run for a request, logs what to expect of it, and writes its recipe. A collective call. Raises
-    UserError, and KeyboardInterrupt where it was stopped."""
+    """Searches for the best run for a request, logs what to expect of it, and writes its recipe. A collective call.
+    Raises UserError, and KeyboardInterrupt if it was stopped."""
     for name in request.given & {"max_steps", "num_train_epochs", "train_hours"}:
         raise UserError(f"--{name} is for a recipe that is there; for a new one give --hours, --tokens or --dollars")
     for name in request.given & CHOSEN:
@@ -185,7 +185,7 @@ def write_recipe(request: argparse.Namespace, flags: list[str], config: Config, 
         request.title,
         f"Validation loss to expect: {best.loss:.3f}, give or take {forecaster.relative_error(best):.0%}",
     ]
-    content = "".join(f"# {line}\n" for line in head) + yaml_of(fields)
+    content = "".join(f"# {line}\n" for line in "\n".join(head).split("\n")) + yaml_of(fields)  # a name may hold \n
     with processes.shared_error("the recipe cannot be written"):  # no process reads it before it is there
         if processes.is_main:
             with run_directory(path.parent, fresh=config.run.fresh):  # which moves an earlier run
@@ -204,7 +204,7 @@ def read_text(request: argparse.Namespace, config: Config, strategy: Strategy) -
             raise UserError(f"--text {request.text} holds no text")
     # By the size of the text alone, before it is read.
     tokens = source.size / ENGLISH if isinstance(source, TextFiles) else math.inf
-    guess = Forecaster(strategy, Text(request.text, GPT2, tokens, ENGLISH), VOCAB_SIZE, law)
+    guess = Forecaster(strategy, Text(request.text, GPT2, tokens, ENGLISH), OWN_VOCAB_SIZE, law)
     seconds = 3600 * request.hours or guess.seconds_for(request.tokens)
     best = guess.best(seconds)
     flops = best.tokens * guess.flops(best.size)
@@ -216,7 +216,7 @@ def read_text(request: argparse.Namespace, config: Config, strategy: Strategy) -
             text = survey(request.text, source, config, seconds=seconds, needed_bytes=needed_bytes, train_own=train_own)
     text = processes.broadcast_object(text)
     length = "without a known end" if text.tokens == math.inf else f"{si(text.tokens, 'B')} tokens to train on"
-    tokenizer = f"a tokenizer of {VOCAB_SIZE:,} trained on it" if train_own else f"tokenizer {text.tokenizer}"
+    tokenizer = f"a tokenizer of {OWN_VOCAB_SIZE:,} trained on it" if train_own else f"tokenizer {text.tokenizer}"
     logger.info("text       %s: %s, %.1f bytes each, by %s", request.text, length, text.token_bytes, tokenizer)
     vocab_size = open_tokenizer(text.tokenizer).vocab_size
     return Forecaster(strategy, text, vocab_size, law if flops < FITTED_BELOW else published_law), seconds
@@ -224,8 +224,8 @@ def read_text(request: argparse.Namespace, config: Config, strategy: Strategy) -
 
 def try_sizes(forecaster: Forecaster, seconds: float, flags: list[str], torch_compile: bool) -> float:
     """Measures the speed of the best size, which may make another one the best, until that one is measured or three
-    are; then the loss of the best, in two trials. Returns the seconds that the second trial took beside its training. A
-    collective call."""
+    are; then the loss of the best, in two trials. Returns the seconds that the second trial took in addition
+    to its training. A collective call."""
     for _ in range(PACED_SIZES):
         best = forecaster.best(seconds)
         if forecaster.flops(best.size) not in forecaster.rates:
@@ -251,8 +251,8 @@ def measure_speed(forecaster: Forecaster, forecast: Forecast, flags: list[str], 
 
 
 def measure_loss(forecaster: Forecaster, forecast: Forecast, seconds: float, flags: list[str]) -> float:
-    """Trains the size of a forecast for so many seconds, with the forecast's validation part. Returns the seconds that
-    it took beside. A collective call."""
+    """Trains the size of a forecast for so many seconds, and validates on as many tokens as its run would. Returns the
+    seconds that it took in addition to training. A collective call."""
     size, started, world_size = forecast.size, time.monotonic(), forecaster.strategy.runtime.processes.world_size
     fields = recipe(size, forecaster.text, forecaster.tokens_per_second(size) * seconds, world_size)
     fields["eval_tokens"] = recipe(size, forecaster.text, forecast.tokens, world_size)["eval_tokens"]
@@ -265,7 +265,7 @@ def measure_loss(forecaster: Forecaster, forecast: Forecast, seconds: float, fla
 
 def train_and_delete(strategy: Strategy, fields: Fields, flags: list[str]) -> list[dict]:
     """Trains a recipe by the loop itself, in a temporary directory, and returns the lines of its metrics. A collective
-    call. Raises KeyboardInterrupt where it was stopped."""
+    call. Raises KeyboardInterrupt if it was stopped."""
     processes, recipe_logger = strategy.runtime.processes, logging.getLogger("recipe")
     Path("runs").mkdir(exist_ok=True)
     directory = processes.broadcast_object(tempfile.mkdtemp(prefix=".best-", dir="runs") if processes.is_main else "")
@@ -292,7 +292,7 @@ def log_forecasts(forecaster: Forecaster, forecasts: list[Forecast], best: Forec
         bits = forecast.loss / math.log(2) / text.token_bytes
         epochs = f", {forecast.tokens / text.tokens:.2g} epochs" if text.tokens < math.inf else ""
         logger.info(
-            f"{'best' if forecast == best else '':<10} %s: loss %.3f (%.2f bits a byte) after %s tokens%s",
+            f"{'best' if forecast == best else '':<10} %s: loss %.3f (%.2f bits per byte) after %s tokens%s",
             *(name_of(forecast.size), forecast.loss, bits, si(forecast.tokens, "B"), epochs),
         )
     limits = {

@@ -150,8 +150,8 @@ def check_inputs(config: Config, batch: BatchPlan, processes: Processes) -> None
 
 
 def _check_run_directory(config: Config) -> None:
-    """Logs the checkpoint from which the run would continue. Raises UserError if it could not. Does nothing in a dry
-    run for other devices, which may have another disk."""
+    """Logs the checkpoint from which the run would continue. Raises UserError if it could not. Does nothing with
+    `fresh`, or in a dry run for other devices, which may have another disk."""
     if config.run.fresh or config.run.plan_device:
         return
     run_dir, flat = Path(config.run.output_dir), redacted(config.flat())
@@ -210,8 +210,8 @@ def is_complete(config: Config, processes: Processes, checkpoint: Checkpoint | N
 
 def _check_data_of_finished_run(config: Config, state: dict) -> None:
     """Raises UserError if a complete run, with this trainer state, was trained on other data than the configuration
-    names. Compares the names or, since shards may move, the shards; of local text the checksums. Prepares and streams
-    nothing."""
+    names. Compares the names or, since shards may move, the shards; for local text also its files, by size and checksum
+    or time. Prepares and streams nothing."""
     trained_name, entries = state["config"]["dataset_name"], data_sets(config.data)
     way_out = "choose another run_name, or start over with --fresh"
     if trained_name == redacted(config.flat())["dataset_name"]:

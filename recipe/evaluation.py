@@ -47,7 +47,7 @@ class Evaluator:
         self.tokenizer = open_tokenizer(config.data.tokenizer)
 
     def validate(self, model: torch.nn.Module, step: int) -> dict[str, float]:
-        """val_loss, the mean loss in nats a token over the first eval_tokens of the validation shards, the same ones
+        """val_loss, the mean loss in nats per token over the first eval_tokens of the validation shards, the same ones
         for any number of processes. The data sets of a mixture share eval_tokens equally, have columns of their own,
         and are weighted by their shares in the mean. `model` is the prepared one. Raises UserError if the loss is not
         finite."""
@@ -72,7 +72,7 @@ class Evaluator:
     def _loss(
         self, model: torch.nn.Module, data: TokenDataset, windows: int, tick: Callable[[int, int], None]
     ) -> float:
-        """Mean loss in nats a token over the first `windows` of a data set. A collective call."""
+        """Mean loss in nats per token over the first `windows` of a data set. A collective call."""
         device, runtime, micro = self.strategy.device, self.strategy.runtime, self.batch.micro
         rank, world_size = runtime.processes.rank, runtime.processes.world_size
         batches = -(-windows // (micro * world_size))

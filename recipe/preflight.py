@@ -55,8 +55,8 @@ from recipe.utils.redaction import redact
 from recipe.utils.units import duration, gb, si
 
 RESULT = Path("runs/preflight.json")
-LIMIT_S = 180  # for a check; after that it hangs
-TRIAL_LIMIT_S = 900  # for the trial, which compiles the recipe's model and perhaps tunes each of its kernels
+LIMIT_S = 180  # of a check: one that takes longer hangs
+TRIAL_LIMIT_S = 900  # of the trial, which compiles the recipe's model and perhaps tunes each of its kernels
 # Twenty steps of a tiny model on the text that ships: their fields (48 sequences divide by most numbers of processes),
 # and their losses on a CPU in fp32, by optimizer. tests/test_train.py holds every change to them.
 GOLDEN = json.loads((ROOT / "recipe" / "golden.json").read_text())
@@ -208,7 +208,7 @@ def config_of(fields: dict, argv: Sequence[str] = ()) -> Config:
 
 
 def golden_run(directory: Path, optim: str, strategy: Strategy, fields: dict) -> None:
-    """Trains the 20 steps in `directory`. Raises UserError where the processes cannot share its sequences."""
+    """Trains the 20 steps in `directory`. Raises UserError if the processes cannot share its sequences."""
     processes, devices = strategy.runtime.processes.world_size, strategy.device.count
     if 48 % (processes * devices):
         raise UserError(f"not tried: 48 sequences do not divide by {processes} processes x {devices}")
@@ -230,20 +230,21 @@ def differences(losses: list[float | None], expected: list[float | None]) -> lis
 
 
 def follows_golden(directory: Path, optim: str, strategy: Strategy, fields: dict) -> Finding:
-    """A golden run beside the CPU's."""
+    """Compares a golden run with the CPU's."""
     run, tolerance = directory / f"{optim}-{strategy.device.precision}", NATS[strategy.device.precision]
     golden_run(run, optim, strategy, fields)
     if not strategy.runtime.processes.is_main:
         return "", ""
     nats = differences(golden_losses(run), GOLDEN[optim]["loss"])
     first = next((step for step, difference in enumerate(nats, 1) if difference > tolerance), None)
-    problem = f"they part at step {first}: see the lines above, or NaN in docs/troubleshooting.md" if first else ""
+    way_out = "see the lines above, or NaN in docs/troubleshooting.md"
+    problem = f"the losses differ at step {first}: {way_out}" if first else ""
     steps = f"20 {'compiled ' * bool(fields.get('torch_compile'))}steps"
     return f"{steps}, losses within {max(nats):.1e} of a CPU's in fp32 ({tolerance:g} allowed)", problem
 
 
 def resumes(directory: Path, strategy: Strategy, fields: dict) -> Finding:
-    """A golden run that is resumed in its middle, beside the one that was not."""
+    """Compares a golden run resumed at step 10 with one that was not interrupted."""
     complete, tolerance = directory / f"adamw-{strategy.device.precision}", NATS[strategy.device.precision]
     resumed, is_main = directory / "resumed", strategy.runtime.processes.is_main
     if is_main:
@@ -295,7 +296,7 @@ def trial(config: Config, argv: list[str], directory: Path, strategy: Strategy) 
     measured += f", MFU {100 * mfu:.0f} %" if mfu else ""
     if memory and device.memory:  # on a CPU it is the most that this process has ever held
         measured += f", {gb(memory)} (the plan: {gb(estimate)})"
-    slow_data = f"{100 * data_wait:.0f} % of the time it waits for data: a faster disk or network"
+    slow_data = f"{100 * data_wait:.0f} % of the time it waits for data: use a faster disk or network"
     return measured + note, slow_data if data_wait > 0.05 else ""
 
 
@@ -405,8 +406,8 @@ def compared_in_fp64(
     backward: bool = True,
     tolerance_factor: int = 1,
 ) -> Finding:
-    """`function` on the device, forward and backward, beside `reference` in fp64 on the CPU. `tolerance_factor`: how
-    many times a kernel's rounding is allowed. A collective call."""
+    """`function` on the device, forward and backward, compared with `reference` in fp64 on the CPU.
+    `tolerance_factor`: how many times a kernel's rounding is allowed. A collective call."""
     results = []
     for call, device_or_dtype in (function, strategy.device.torch_device), (reference, torch.float64):
         leaves = [tensor.to(device_or_dtype).requires_grad_() for tensor in inputs]

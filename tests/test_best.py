@@ -14,7 +14,7 @@ from recipe import best
 from recipe.config import parse_config
 from recipe.config.catalog import text_files
 from recipe.config.fields import FIELDS
-from recipe.data.survey import VOCAB_SIZE, Text
+from recipe.data.survey import OWN_VOCAB_SIZE, Text
 from recipe.engine.factory import open_strategy
 from recipe.estimate import scaling
 from recipe.estimate.forecast import Forecaster, recipe
@@ -84,7 +84,7 @@ def test_its_recipe_is_trained_like_any_other_and_the_same_command_continues_the
     ok(call(directory, "--config", run / "recipe.yaml", *short, script=ROOT / "recipe/train.py"))
     model = AutoModelForCausalLM.from_pretrained(run / "step_00000020")
     assert (model.config.n_layer, model.config.n_embd) == (config.model.n_layer, config.model.n_embd)
-    assert AutoTokenizer.from_pretrained(run / "step_00000020").vocab_size <= VOCAB_SIZE
+    assert AutoTokenizer.from_pretrained(run / "step_00000020").vocab_size <= OWN_VOCAB_SIZE
     plan = ok(call_here(*text, "--hours", "0.03", "--dry_run"))
     assert re.search(f"recipe     {run}/recipe.yaml is there\n +Validation loss to expect: ", plan.stdout)
     continued = ok(call(directory, *text, "--hours", "0.03", *short))

@@ -127,7 +127,8 @@ def _save_tensors(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[s
 def prune(run_dir: Path, step: int, config: Config, val_losses: dict[int, float], limit: int | None = None) -> None:
     """Deletes checkpoints up to `step`, the one just committed, except for the last `save_total_limit` (or
     `limit`), multiples of `milestone_steps`, the one at `decay_start`, and the one with the best validation loss, so
-    that a diverging run does not replace all its good ones. Milestones stay when the configuration changes.
+    that a diverging run does not replace all its good ones. Milestones and the one at `decay_start` stay when the
+    configuration changes.
 
     `val_losses` is {step: validation loss}. Raises OSError.
     """

@@ -133,7 +133,7 @@ class CheckpointManager:
         if getattr(self._error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) and stop.requested == was_requested:
             with suppress(UserError):  # if none is intact, none is deleted
                 if newest := newest_intact(path):
-                    logger.warning("room       deletes unprotected checkpoints before %s", newest.name)
+                    logger.warning("room       for the last save, deleting checkpoints before %s", newest.name)
                     self._prune(step_of(newest), limit=1)
                     self._write(checkpoint, 0.0, is_retry=True)
 

@@ -136,7 +136,7 @@ def _check_free(run_dir: Path) -> None:
 
 def continue_from(run_dir: Path, config: dict, *, locked: bool = False) -> tuple[Path | None, bool]:
     """The checkpoint from which a run with `config` (a flat dict) resumes, with every byte verified, or None; and
-    whether newer, decayed checkpoints exist. It is the newest one or, if max_steps was raised after WSD's decay began,
+    whether newer, decayed checkpoints exist. It is the newest one or, if max_steps was raised after wsd's decay began,
     the last one before the decay. `locked` and errors are those of `newest_intact`; also raises OSError."""
     newest = newest_intact(run_dir, locked=locked)
     if newest is None or config["lr_scheduler_type"] != "wsd":

@@ -62,7 +62,7 @@ class DataConfig:
     dataset_config: str = setting("", "subset of a Hub data set, such as sample-10BT")
     dataset_split: str = setting("train", "split of a Hub data set")
     dataset_revision: str = setting("", "branch, tag or commit on the Hub (empty: the newest; fixed for a run)")
-    dataset_source: str = setting("", "data set from which .bin files were made, for the report and the model card")
+    dataset_source: str = setting("", "data set that .bin files were made from, named as above, for the model card")
     text_column: str = setting("text", "column, or key of JSON objects, that holds the text or its token ids")
     tokenizer: str = setting("gpt2", "gpt2, or the directory or Hub id of a byte-level BPE tokenizer", path=True)
     streaming: bool = setting(False, "make shards during training, a few ahead, and delete those already read")
@@ -147,10 +147,10 @@ class OptimizerConfig:
     muon_weight_decay: float = setting(0.1, "Muon's weight decay", requires=("optim", "muon"), min=0)
     max_grad_norm: float = setting(1.0, "clip the global gradient norm to this (0: measure it only)", min=0)
     skip_loss_z: float = setting(
-        0.0, "skip a step whose loss is this many standard deviations above the mean of 128 (0: never)", min=0
+        0.0, "skip a step whose loss is this many standard deviations above the mean of the last 128 (0: never)", min=0
     )
     skip_grad_z: float = setting(
-        0.0, "skip a step whose gradient norm is this many standard deviations above the mean of 128 (0: never)", min=0
+        0.0, "skip a step whose gradient norm is this far above the last 128, as skip_loss_z (0: never)", min=0
     )
 
     def ending_after(self, step: int) -> int:
@@ -212,7 +212,7 @@ class RunConfig:
     hellaswag_steps: int | Literal["end"] = setting(
         0, "steps between HellaSwag evaluations (0: never, end: at the end)", min=0
     )
-    hellaswag_limit: int = setting(0, "questions per HellaSwag evaluation (0: all 10,042)", min=0)
+    hellaswag_limit: int = setting(0, "rows per HellaSwag evaluation (0: all 10,042)", min=0)
     report_to: Literal["none", "tensorboard", "wandb", "trackio"] = setting("none", "experiment tracker of the metrics")
     num_train_epochs: float = setting(0.0, "passes over the prepared training data, instead of max_steps", min=0)
     train_hours: float = setting(
@@ -222,7 +222,7 @@ class RunConfig:
         min=0,
     )
     fresh: bool = setting(False, "move an earlier run in output_dir aside and start over")
-    max_hours: float = setting(0.0, "stop this process with a checkpoint after this many hours (0: no limit)", min=0)
+    max_hours: float = setting(0.0, "stop with a checkpoint this many hours after each start (0: no limit)", min=0)
     price_per_hour: float = setting(0.0, "price of all devices per hour, in dollars, for the cost estimate", min=0)
     dry_run: bool | str = setting(False, "only print the plan, memory and time, here or on devices such as 8xh100")
 

@@ -212,7 +212,7 @@ def _check_data(data: DataConfig) -> None:
     if data.dataset_source:
         check_repo_name(data.dataset_source, "dataset_source")
         if data.train_text:
-            raise UserError(f"dataset_source is for .bin files, but the data is {data.train_text}; remove it")
+            raise UserError(f"dataset_source is for .bin files, but the data are {data.train_text}; remove it")
     if is_text(data.val_data):
         raise UserError(
             f"val_data {data.val_data} is text, but must be shards: run python -m recipe.data.prepare --train_text "

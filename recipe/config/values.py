@@ -52,7 +52,7 @@ def _converted(name: str, value, fields: Fields, origin: str):
     for kind in kinds(field):
         if word == kind:
             return word
-        with suppress(KeyError, ValueError):  # KeyError: kind is a word; ValueError: the word is not of this type
+        with suppress(KeyError, ValueError):  # kind is a word itself, or the word is not of this type
             return _FROM_WORD[kind](word)
     raise UserError(f"{origin}{name} is {word!r}; it must be {metavar(field)}")
 

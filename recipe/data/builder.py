@@ -21,7 +21,7 @@ from recipe.utils.log import set_up_logging
 from recipe.utils.redaction import redacted
 
 STATUS = ".builder.json"  # {"opened": true} once readers can start; {"error": message} if the builder fails
-POLL = 0.1  # seconds
+POLL_S = 0.1
 _LOOKAHEAD = 8  # shards to keep ready, from the one being read on
 
 
@@ -53,7 +53,7 @@ class Builder:
         if self.producer.val_fraction:
             raise UserError(
                 "streaming local text needs val_documents, the number of documents at its start to hold out for "
-                "validation: val_fraction works only once all of the text is read; set it, or set streaming to false"
+                "validation (val_fraction would need all of the text first), or set streaming to false"
             )
 
     def run(self, commit: str | None, saved_manifest: Manifest | None) -> None:
@@ -76,7 +76,7 @@ class Builder:
         while True:
             number = self._next_shard(budget - val_bytes)
             if number is None:
-                time.sleep(POLL)
+                time.sleep(POLL_S)
             else:
                 self.producer.make("train", number)
 
@@ -86,8 +86,9 @@ class Builder:
         return set(range(len(train))).difference(self.producer.missing(train))
 
     def _next_shard(self, budget: int) -> int | None:
-        """The first shard ahead of the readers that is not on the disk; None if there is none, or no room for it yet.
-        Makes room by deleting shards that are not needed before it. `budget`: bytes for training shards."""
+        """The first shard ahead of the readers that is not on the disk; None if there is none, no room for it yet, or
+        a reader is still starting. Makes room by deleting shards that are not needed before it. `budget`: bytes for
+        training shards."""
         train = self.manifest.of("train")
         total = len(train) if self.manifest.complete else None
         positions = [read_json(reader_path(self.out, rank)) for rank in range(self.readers)]

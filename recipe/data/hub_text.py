@@ -21,7 +21,7 @@ from recipe.utils.redaction import redact
 
 logger = logging.getLogger(__name__)
 
-ANSWER_S = 30.0  # seconds that the Hub has for its first response
+ANSWER_S = 30.0  # seconds for the Hub's complete answer to the first request
 _RETRY_WINDOW_S = 900  # seconds without a new document after which a failing Hub ends the run
 _MAX_DELAY_S = 60  # seconds between two attempts
 _STATE_EVERY = 256  # documents between positions at which a stream can resume

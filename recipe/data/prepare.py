@@ -105,7 +105,7 @@ def directory_lock(out: Path, seconds: float = 0) -> Generator[None, None, None]
 
 @contextmanager
 def _progress(producer: Producer) -> Generator[None, None, None]:
-    """A progress bar of the bytes read, or of the tokens of a Hub data set; without a terminal, a line a minute."""
+    """A progress bar of the bytes read, or of the tokens of a Hub data set; without a terminal, once a minute."""
     source, interval = producer.source, 0.1 if sys.stderr.isatty() else BETWEEN_BARS_S
     options = {"unit": "B" if source.size else " tokens", "unit_scale": True, "miniters": 0}
     with tqdm(total=source.size or None, mininterval=interval, delay=interval, **options) as bar:

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from recipe.config import ROOT, DataConfig
-from recipe.data.builder import POLL, STATUS, read_json, reader_path, write_json
+from recipe.data.builder import POLL_S, STATUS, read_json, reader_path, write_json
 from recipe.data.dataset import TokenDataset
 from recipe.data.prepare import directory_lock
 from recipe.data.shards import Manifest, ShardReader
@@ -83,7 +83,7 @@ def wait_for(out: Path, condition: Callable[[], object], awaited: str, closed: t
         if time.monotonic() - last_logged > _LOG_INTERVAL_S:
             last_logged = time.monotonic()
             logger.info("data       waiting %.0f s for %s", last_logged - start, awaited)
-        time.sleep(POLL)
+        time.sleep(POLL_S)
 
 
 def open_manifest(out: Path) -> Manifest:

@@ -1,4 +1,4 @@
-"""What recipe/best.py must know of a text before it chooses a model: how many tokens it has, by which tokenizer."""
+"""Measures a text before recipe/best.py chooses a model: its number of tokens, and by which tokenizer."""
 
 import filecmp
 import math
@@ -15,12 +15,12 @@ from recipe.data.tokenizer import open_tokenizer, train_tokenizer
 from recipe.utils.errors import UserError
 
 SHIPPED_TEXT = Path(__file__).with_name("tiny_shakespeare.txt")
-VOCAB_SIZE = 4096  # of a tokenizer that is trained on the text
+OWN_VOCAB_SIZE = 4096  # of a tokenizer that is trained on the text
 SAMPLE_BYTES = 1 << 24  # of text, to train a tokenizer on
-MEASURED_CHARACTERS = 1_000_000  # of the sample, by which bytes per token are measured
+MEASURED_CHARACTERS = 1_000_000  # of the sample, on which bytes per token are measured
 ENGLISH = 4.4  # bytes per token of GPT-2's tokenizer
 READ_RATE = 0.02 * 50e6  # bytes to read for each second of the run, at 50 MB/s: a fiftieth of its time
-LEAST_TOKENS, VAL_TOKENS = 20_000, 60_000  # of a text; of its validation part, unless that is a tenth of the text
+LEAST_TOKENS, VAL_TOKENS = 20_000, 60_000  # least in a text; aim for its validation part, at most a tenth
 
 
 @dataclass(frozen=True)
@@ -47,10 +47,10 @@ class Text:
 def survey(
     name: str, source: TextFiles | HubText, config: Config, *, seconds: float, needed_bytes: float, train_own: bool
 ) -> Text:
-    """The text called `name`, read as far as a run of so many seconds allows, which needs about `needed_bytes`.
+    """Measures the text `name` for a run of `seconds` that needs about `needed_bytes` of it, and reads as much as fits.
 
-    Where a local text is much longer, every n-th piece is written to data/RUN for the run to read. With `train_own` a
-    tokenizer is trained there. Raises UserError where the text is too short.
+    If a local text is much longer, every n-th piece is written to data/RUN for the run to read. With `train_own` a
+    tokenizer is trained there. Raises UserError if the text is too short or holds token ids.
     """
     tokenizer = config.data.tokenizer
     is_local = isinstance(source, TextFiles)
@@ -63,7 +63,7 @@ def survey(
     sample_stride = stride * max(1, int(readable / stride / SAMPLE_BYTES))
     directory = Path("data") / config.run.run_name
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / LOCK).touch()  # marks it as made here, so that it is not read where the text is all of data/
+    (directory / LOCK).touch()  # marks it as made here: a later run on all of data/ does not read it
     kept_bytes, sample, copy = 0, [], directory / f"every-{stride}.txt"
     with tempfile.NamedTemporaryFile("w", dir=directory, encoding="utf-8") as out:
         for number, content in enumerate(piece.content for piece in source.pieces()):
@@ -80,7 +80,7 @@ def survey(
         if stride > 1 and not (copy.exists() and filecmp.cmp(copy, out.name)):  # a new file is tokenized again
             shutil.copyfile(out.name, copy)
     if train_own:
-        tokenizer = str(train_tokenizer(sample, directory / "tokenizer", VOCAB_SIZE))
+        tokenizer = str(train_tokenizer(sample, directory / "tokenizer", OWN_VOCAB_SIZE))
     measured = "".join(sample)[:MEASURED_CHARACTERS]
     token_bytes = len(measured.encode()) / max(1, len(open_tokenizer(tokenizer).encode([measured])[0]))
     unread = source.size / readable if is_local and stride == 1 else 1

@@ -118,7 +118,7 @@ class OwnTokenizer(GPT2Tokenizer):
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         """Like GPT2Tokenizer's."""
         encodings = self._bpe.encode_batch_fast(texts, add_special_tokens=False)
-        return [np.array(encoding.ids, np.uint16) for encoding in encodings]
+        return [np.array(result.ids, np.uint16) for result in encodings]
 
     def decode(self, ids: list[int]) -> bytes:
         """Like GPT2Tokenizer's; incomplete characters become U+FFFD."""

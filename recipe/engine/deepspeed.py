@@ -237,7 +237,7 @@ class _Internals:
         self.stage = engine.zero_optimization_stage()
 
     def make_state(self, steps: int) -> None:
-        """Creates the optimizer state after `steps` steps, with zeros in all of its tensors."""
+        """Creates the optimizer state after `steps` steps, with zeros in place of moments and momentum."""
         zero, optimizer = self.optimizer, self.optimizer.optimizer
         # This process's flat fp32 weights, one tensor a parameter group: the keys of the optimizer state.
         flat_weights = zero.fp32_partitioned_groups_flat if self.stage == 3 else zero.single_partition_of_fp32_groups
@@ -251,7 +251,7 @@ class _Internals:
         self.link()
 
     def set_muon_layout(self, optimizer: Optimizer) -> None:
-        """Tells Muon which elements of each matrix this process's flat tensors hold (see Muon)."""
+        """Tells Muon which elements of each parameter this process's flat tensors hold (see Muon)."""
         for group, parameters in zip(optimizer.param_groups, self.optimizer.bit16_groups, strict=True):
             if group.get("muon"):
                 group["layout"] = [self._fragment(p) for p in parameters]

@@ -1,7 +1,7 @@
 """FSDP2: weights, gradients and optimizer state sharded across processes by torch itself, on GPUs or on CPU processes.
 
 `accelerate launch` reads a file with `distributed_type: FSDP` and sets environment variables. Accelerate's own FSDP
-needs GPUs, so those variables are removed before Accelerate starts, and `place` calls torch's fully_shard.
+needs GPUs, so ACCELERATE_USE_FSDP is removed before Accelerate starts, and `place` calls torch's fully_shard.
 """
 
 import os

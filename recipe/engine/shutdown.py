@@ -138,7 +138,7 @@ class Agreement:
         self._flags, self._pending = torch.tensor([0, 1], dtype=torch.int32), None
 
     def check_stop(self) -> None:
-        """Raises Interrupted on all processes if any was asked to stop by the previous call. A collective call."""
+        """Raises Interrupted on all processes if any had been asked to stop at the previous call. A collective call."""
         self._receive()
         self._send(late=True)
 

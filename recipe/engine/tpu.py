@@ -51,7 +51,7 @@ class TpuStrategy(Strategy):
 
     @classmethod
     def open(cls, precision: str) -> Strategy:
-        """As Strategy's; the process that Accelerate has started is replaced by torchrun with one process per chip."""
+        """As Strategy's; with several chips, torchrun with one process per chip replaces the process of Accelerate."""
         precision = hardware.supported_precision(precision, "a TPU", gpu=False, bf16=True)
         world_size = int(os.environ.get("WORLD_SIZE", 1))
         multi_host = "," in os.environ.get("TPU_WORKER_HOSTNAMES", "")

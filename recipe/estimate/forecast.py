@@ -56,7 +56,7 @@ class Forecaster:
         self.losses: list[tuple[float, float]] = []
 
     def forecasts(self, seconds: float) -> list[Forecast]:
-        """Of all sizes that fit into memory, the smallest first, after so many seconds of training."""
+        """After so many seconds of training, of all sizes that fit memory and text; the smallest first."""
         forecasts: list[Forecast] = []
         for size in SIZES:
             if forecasts and not self._fits(size):
@@ -73,7 +73,7 @@ class Forecaster:
         return min(self.forecasts(seconds), key=lambda forecast: forecast.loss)
 
     def seconds_for(self, tokens: float) -> float:
-        """The time in which training on so many tokens is the best that can be done, by the size that is best then."""
+        """The seconds of training for which the best forecast reads about this many tokens."""
         times = [tokens / self.tokens_per_second(size) for size in SIZES]
         return next((t for size, t in zip(SIZES, times, strict=True) if self.best(t).size <= size), times[-1])
 
@@ -117,7 +117,7 @@ def recipe(size: Size, text: Text, tokens: float, processes: int) -> Fields:
     model, (layers, width) = model_of(size), size
     batch = batch_tokens(tokens, model.n_positions * processes)
     steps = max(1, int(tokens / batch))
-    sampling = f", every {text.stride}th piece of it, which is enough" if text.stride > 1 else ""
+    sampling = f", one of every {text.stride} pieces of it, which is enough" if text.stride > 1 else ""
     fields: Fields = {
         "dataset_name": (text.name, f"the text{sampling}"),
         "val_fraction": (text.val_fraction, "for validation: enough to measure a loss, a tenth at most"),

@@ -19,7 +19,7 @@ def parameter_count(model: ModelConfig) -> int:
 
 
 def flops_per_token(model: ModelConfig, sequence_length: int) -> int:
-    """FLOPs a token of a training step: 6 N + 12 L D T (PaLM, Chowdhery et al. 2022, appendix B).
+    """FLOPs per token of a training step: 6 N + 12 L D T (PaLM, Chowdhery et al. 2022, appendix B).
 
     N excludes the position embeddings, which are looked up, not multiplied, and counts the true vocabulary, not a
     padded one: 855.2 M for the 124M model at T = 1024.

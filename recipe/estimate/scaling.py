@@ -18,7 +18,7 @@ SIZES: tuple[Size, ...] = (
     *((2, 64), (3, 96), (4, 128), (5, 160), (6, 192), (8, 256), (8, 384), (10, 512)),
     *((12, 768), (24, 1024), (36, 1280), (48, 1600)),
 )
-MIN_SPREAD = 0.2  # nats a token, by the law, between two trials whose slope can be trusted
+MIN_SPREAD = 0.2  # nats per token, by the law, between two trials whose slope can be trusted
 ERROR = 0.03, 0.06  # relative error of a predicted loss, and its growth per nat of extrapolation (docs/log.md)
 
 
@@ -36,7 +36,7 @@ def block_parameters(size: Size) -> int:
 
 
 def law(size: Size, tokens: float, unique: float = math.inf) -> float:
-    """E + s log(A / N^a + 1 / D) nats a token, for N parameters in the blocks and D tokens of the first text that the
+    """E + s log(A / N^a + 1 / D) nats per token, for N parameters in the blocks and D tokens of the first text that the
     law was fitted to. Another text has its own E and s, so its loss is a linear function of this one. (The form is the
     limit of Kaplan et al. 2020, arXiv 2001.08361, equation 1.5, for a small exponent; docs/log.md.)"""
     E, s, A, a = (SCALING["law"][name] for name in "EsAa")
@@ -44,7 +44,7 @@ def law(size: Size, tokens: float, unique: float = math.inf) -> float:
 
 
 def published_law(size: Size, tokens: float, unique: float = math.inf) -> float:
-    """E + A / N^alpha + B / D^beta nats a token, for N parameters, embedding included (Hoffmann et al. 2022, with the
+    """E + A / N^alpha + B / D^beta nats per token, for N parameters, embedding included (Hoffmann et al. 2022, with the
     constants of Besiroglu et al. 2024, arXiv 2404.10102, and of Muennighoff et al. 2023 for repeated text)."""
     N = block_parameters(size) + VOCAB_SIZE * size[1]
     return 1.8172 + 482.01 / N**0.3478 + 2085.43 / new_tokens(tokens, unique, 15.39) ** 0.3658

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 MAIN, METRICS = "main", "metrics.jsonl"
 _STATE = {"manifest.json", "trainer_state.json", "optimizer.safetensors", METRICS}
-WAIT_LIMIT_S = 900.0  # that a finished run waits for its uploads
+WAIT_LIMIT_S = 900.0  # the longest that a finished run waits for its uploads
 SCAN_INTERVAL_S = 1.0  # between two scans of the run's directory, which may take longer than a step
 RETRY_PAUSE_S = 60.0  # between a failure and the next attempt
 MAX_FAILURES = 6  # while `wait` runs: with RETRY_PAUSE_S, longer than the Hub's five-minute rate limits

@@ -1,7 +1,7 @@
 """Next-token cross-entropy from the hidden states and the head's weight, in fp32; every implementation gives the same
 loss.
 
-`_loss_sum` computes the gradients with the loss: it overwrites the logits by their gradient, all at once or chunk by
+`_loss_sum` computes the gradients with the loss: it overwrites the logits with their gradient, all at once or chunk by
 chunk. In `plain_loss_sum` autograd, or Inductor, derives the gradients.
 """
 
@@ -52,7 +52,7 @@ def next_token_loss(
     if chunk_size or fused or by_rows:
         need_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
         kernel = "fused" if fused else "rows" if by_rows else "log_softmax"
-        # In fp16, in which a chunk's head gradient is summed, that of more rows could overflow.
+        # A chunk's head gradient has the type of the logits: in fp16 the sum over more rows could overflow.
         chunk_size = chunk_size or (4096 if hidden.dtype == torch.float16 else len(hidden))
         return _loss_sum(hidden, weight, targets, vocab_size, chunk_size, kernel, need_grad)[0] / count
     return plain_loss_sum(F.linear(hidden, weight), targets, vocab_size) / count
@@ -125,7 +125,7 @@ def _scale_gradients(ctx, grad_loss, *_):
 _loss_sum.register_autograd(_scale_gradients, setup_context=_save_for_backward)
 
 # The kernels. Each returns the summed cross-entropy of (N, V and padding) logits and, with `need_grad`, overwrites them
-# by their gradient, softmax - onehot: 0 in the padding, undefined in ignored rows (the fused kernel writes 0).
+# with their gradient, softmax - onehot: 0 in the padding, undefined in ignored rows (the fused kernel writes 0).
 
 
 def by_log_softmax(logits, targets, vocab_size, need_grad):

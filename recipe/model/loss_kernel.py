@@ -25,7 +25,7 @@ def _add_block(x, thread_max, thread_sum):
 @triton.jit
 def _cross_entropy(logits, targets, losses, vocab_size, width, THREADS: tl.constexpr, WRITE_GRAD: tl.constexpr):
     """One row of `width` logits by THREADS threads, which read it twice: for the softmax's maximum and sum, and, with
-    WRITE_GRAD, to overwrite it by its gradient."""
+    WRITE_GRAD, to overwrite it with its gradient."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * width  # within a row 32 bits are enough
     target = tl.load(targets + row).to(tl.int32)

@@ -250,7 +250,7 @@ class MetricsLog:
         self.earlier = {k: v for k, v in old_records.get(first_step, {}).items() if v is not None}
         lines = {step: json.dumps(record).encode() + b"\n" for step, record in old_records.items()}
         self._resumed = first_step, sum(len(line) for step, line in lines.items() if step < first_step)
-        with writing(path, "free some space, or fix that: it holds the run's curve"):
+        with writing(path, "free some space or make it writable: it holds the run's curve"):
             if first_step == 0 and any(record["step"] > 0 for record in records):
                 numbered_paths = (path.with_name(f"metrics.old-{n}.jsonl") for n in count(1))
                 old_path = next(p for p in numbered_paths if not os.path.lexists(p))

@@ -66,7 +66,7 @@ def run(command: str, essential: bool = True) -> bool:
 
 def restore_run(run_dir: str | Path, search_dir: str | Path) -> None:
     """Copies an earlier session's copy of this run, anywhere under `search_dir`, into `run_dir` if it has a newer
-    checkpoint. The training verifies the checkpoints and resumes from the newest complete one."""
+    checkpoint. The training verifies the checkpoints and resumes from the newest intact one."""
     run_dir = Path(run_dir)
     checkpoints = [*run_dir.glob(_CHECKPOINTS), *Path(search_dir).glob(f"**/{run_dir.name}/{_CHECKPOINTS}")]
     newest = max(checkpoints, key=lambda path: path.name, default=None)  # the first of equal ones: `run_dir`'s

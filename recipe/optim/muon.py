@@ -50,7 +50,7 @@ class _LocalParam:
         return self.matrix_shape[0] < self.matrix_shape[1]
 
     def matrices(self, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The (in, out) matrices of `values`, one for each local element; other processes' elements are 0."""
+        """`values` of the local elements as (in, out) matrices; elements of other processes are 0."""
         if self.is_sharded:
             unsharded = values.new_zeros(math.prod(self.shape))
             unsharded[self.start : self.start + len(values)] = values
@@ -121,7 +121,7 @@ class Muon(torch.optim.AdamW):
     def _step_bucket(self, bucket: list[_LocalParam], rows: int, cols: int) -> None:
         """Updates parameters whose matrices are all rows x cols or cols x rows. A collective call."""
         num_matrices = sum(param.num_matrices for param in bucket)
-        share = -(-num_matrices // self._world_size)  # matrices for each process; the last ones are padding
+        share = -(-num_matrices // self._world_size)  # matrices per process, with padding if the count does not divide
         own_indices = range(self._rank * share, min((self._rank + 1) * share, num_matrices))
 
         # 1. Update the momentum of the local elements.
@@ -129,8 +129,8 @@ class Muon(torch.optim.AdamW):
             momentum = param.momentum.lerp(self._unscaled(param.grad), 1 - param.group["momentum"])
             self._assign(param.momentum, momentum)
 
-        # 2. Assemble this process's share of the matrices: (share, rows, cols). Of sharded ones each process adds its
-        # elements; the others are the same on all processes, and nothing is sent.
+        # 2. Assemble this process's share of the matrices: (share, rows, cols). If they are sharded,
+        # each process contributes its elements; otherwise every process has all of them, and nothing is sent.
         if bucket[0].is_sharded:
             packed = self._pack(bucket, range(num_matrices), (share * self._world_size, rows, cols))
             updates = packed.new_empty(share, rows, cols)

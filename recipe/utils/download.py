@@ -12,12 +12,12 @@ from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, R
 
 from recipe.utils.errors import Unreachable, UserError, first_line
 
-HUB_TIMEOUT_S = 5.0  # for the Hub's first answer
+HUB_TIMEOUT_S = 5.0  # for the Hub's complete answer to the first request
 Answer = TypeVar("Answer")
 
 
 def within(seconds: float, request: Callable[[], Answer]) -> Answer:
-    """Returns or raises what `request()` does, or raises TimeoutError after `seconds`: the libraries' own time-outs
+    """Returns or raises what `request()` does, or raises TimeoutError after `seconds`: the libraries' own timeouts
     start again with each byte received."""
     answer: Future[Answer] = Future()
 
