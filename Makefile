@@ -79,7 +79,7 @@ train: $(TRAINING) ## train CONFIG, then sample; resumes from the last checkpoin
 	@stopped=; trap 'stopped=1' INT; (trap '' INT; $(LAUNCH) $(TRAIN)) || [ $$stopped ]
 	$(if $(findstring --dry_run,$(ARGS)),,@$(BIN)/python -m eval.sample "$$($(BIN)/python -m recipe.config --config $(call as_word,CONFIG) $(ARGS))" --prompt $(call as_word,PROMPT))
 
-best: $(TRAINING) ## the best model for TEXT in HOURS (only a plan: DOLLARS=20 PRICE=28 DEVICE=8xh100)
+best: $(TRAINING) ## the best model for TEXT in HOURS, or for DOLLARS at PRICE (with DEVICE=8xh100 only a plan)
 	@printf '%s\n' $(call quoted,$(LAUNCH) $(BEST))
 	@stopped=; trap 'stopped=1' INT; (trap '' INT; $(LAUNCH) $(BEST)) || [ $$stopped ]
 	$(if $(DEVICE)$(findstring --dry_run,$(ARGS)),,@$(BIN)/python -m eval.sample "$$($(BIN)/python $(BEST) --print_run)" --prompt $(call as_word,PROMPT))
@@ -173,7 +173,7 @@ test-tpu: .venv-tpu/installed-dev ## test TorchTPU on XLA's CPU plugin, in .venv
 test-xla: .venv-xla/installed ## test torch_xla on XLA's CPU client, in .venv-xla
 	PJRT_DEVICE=CPU .venv-xla/bin/python -m pytest tests/xla $(XDIST) $(ARGS)
 
-test-faults: .venv/installed-dev ## inject every fault of docs/fault-tolerance.md into tiny runs
+test-faults: .venv/installed-dev ## inject faults (kills, full disks, power cuts, NaN, ...) into tiny runs
 	$(BIN)/python -m pytest -m '' $(XDIST) tests/faults tests/hub/test_upload.py tests/test_secrets.py tests/test_bad_inputs.py $(ARGS)
 
 lint: .venv/installed-dev ## check style, format, import layers, links, spelling

@@ -62,7 +62,9 @@ class DataConfig:
     dataset_config: str = setting("", "subset of a Hub data set, such as sample-10BT")
     dataset_split: str = setting("train", "split of a Hub data set")
     dataset_revision: str = setting("", "branch, tag or commit on the Hub (empty: the newest; fixed for a run)")
-    dataset_source: str = setting("", "data set that .bin files were made from, named as above, for the model card")
+    dataset_source: str = setting(
+        "", "data set that .bin files without a manifest are from, named as above; for the report and the model card"
+    )
     text_column: str = setting("text", "column, or key of JSON objects, that holds the text or its token ids")
     tokenizer: str = setting("gpt2", "gpt2, or the directory or Hub id of a byte-level BPE tokenizer", path=True)
     streaming: bool = setting(False, "make shards during training, a few ahead, and delete those already read")
@@ -150,7 +152,9 @@ class OptimizerConfig:
         0.0, "skip a step whose loss is this many standard deviations above the mean of the last 128 (0: never)", min=0
     )
     skip_grad_z: float = setting(
-        0.0, "skip a step whose gradient norm is this far above the last 128, as skip_loss_z (0: never)", min=0
+        0.0,
+        "skip a step whose gradient norm is this many standard deviations above the mean of the last 128 (0: never)",
+        min=0,
     )
 
     def ending_after(self, step: int) -> int:
@@ -176,18 +180,18 @@ class RunConfig:
     output_dir: str = setting("", "directory of the run (empty: runs/<run_name>)", path=True)
     seed: int = setting(1337, "seed of the initial weights, the data order and dropout", min=0, below=2**63)
     precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] = setting(
-        "auto", "arithmetic of a step (weights and optimizer state stay fp32); auto: the fastest on the device"
+        "auto", "arithmetic of a step (weights and optimizer state stay fp32); auto: the fastest that is supported"
     )
     deterministic: bool = setting(
         False,
-        "repeated runs on a GPU are bit-identical, but slower; on a CPU they always are (true with push_to_hub state)",
+        "repeated runs on a GPU are bit-identical, but slower (on a CPU they always are); true with push_to_hub state",
     )
     torch_compile: bool = setting(False, "compile the model with torch.compile")
     torch_compile_mode: Literal["default", "regional", "max-autotune"] = setting(
         "default", "default: the model; regional: one block, reused for all (quick); max-autotune: tunes kernels (slow)"
     )
     gradient_checkpointing: bool | Literal["auto"] = setting(
-        False, "recompute activations in the backward pass: less memory, but slower; auto: only if needed to fit"
+        False, "recompute activations in the backward pass: less memory, slower; auto: unless 8,192 tokens fit without"
     )
     loss_chunk_size: int = setting(0, "positions whose logits are held at once (0: all of a micro-batch)", min=0)
     fused_loss: bool | Literal["auto"] = setting(
@@ -196,7 +200,9 @@ class RunConfig:
     logging_steps: int = setting(10, "steps between lines of metrics.jsonl", min=1)
     eval_steps: int | Literal["end"] = setting(250, "steps between validations; end: only the one at the end", min=1)
     eval_tokens: int = setting(10_485_760, "maximum tokens per validation (always the same ones)", min=1)
-    save_steps: int | Literal["end"] = setting(1000, "steps between checkpoints; end: only the one at the end", min=1)
+    save_steps: int | Literal["end"] = setting(
+        1000, "steps between checkpoints; end: only the one at the end, and wsd's before the decay", min=1
+    )
     save_total_limit: int = setting(2, "newest checkpoints to keep, besides the best one and milestones", min=1)
     milestone_steps: int = setting(0, "never delete checkpoints at multiples of this step (0: none)", min=0)
     push_to_hub: bool | Literal["state"] = setting(
