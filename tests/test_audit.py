@@ -40,7 +40,8 @@ def modification_times(directory: Path) -> dict[Path, int]:
 
 @pytest.mark.parametrize("option", [("--last", 0), ("--random", -1)])
 def test_an_audit_needs_at_least_one_interval(option, tmp_path, capsys):
-    assert audited(capsys, tmp_path, *option)[0] == 2
+    assert audit.main([str(tmp_path), *map(str, option)]) == 2
+    assert "--last and --random must be 1 or more intervals" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")
@@ -139,10 +140,10 @@ FORGERIES = {  # functions of the run, and what the audit prints
         "the checkpoint's sum of step 20 is 9",
     ),
     # The model card and transformers would use these.
-    "config.json": (change_config, "config.json of step 20 differs from the replay's"),
+    "config.json": (change_config, "different: config.json of step 20 differs from the replay's"),
     "configuration": (
         lambda run: change_state(run / "step_00000020", lambda state: state["config"].update(learning_rate=123.0)),
-        "the configuration has learning_rate 123.0, but the run had 0.0",
+        "different: the configuration has learning_rate 123.0, but the run had 0.0",
     ),
 }
 
@@ -355,7 +356,7 @@ def test_altered_data_are_found_at_their_step(shards, tmp_path, capsys, forked):
     altered = np.frombuffer(original, np.uint16).copy()
     altered[128:] = altered[128:][::-1]
     tokens.write_bytes(altered.tobytes())
-    change_state(run / "step_00000015", lambda state: state["data"]["shards"][0].__setitem__(2, None))  # and this one
+    change_state(run / "step_00000015", lambda state: state["data"]["shards"][0].__setitem__(2, None))  # and this
     train(**files, run=run, **KEPT)
     tokens.write_bytes(original)
     code, sentences = audited(capsys, run)

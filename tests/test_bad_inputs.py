@@ -173,6 +173,10 @@ MISTAKES = {
         lambda box: box.mixture("{name: A, weight: 1}, {name: ./A, weight: 2}"),
         "dataset_name lists ./A twice; remove one of the two",
     ),
+    "mixture, one data set of the Hub twice": (
+        lambda box: box.mixture("{name: a/wiki, weight: 1}, {name: b/wiki, weight: 1}, {name: a/wiki, weight: 2}"),
+        "twice; remove one of the two",
+    ),
     "mixture, unknown key": (
         lambda box: box.mixture("{name: A, weight: 1}, {name: B, weight: 1, text_colum: x}"),
         "entry 2 (B): unknown key 'text_colum'; did you mean 'text_column'?",
@@ -256,7 +260,7 @@ def test_a_python_without_the_dependencies_is_told_which_one_has_them(tmp_path):
 
 
 def refused(argv: list, env: dict | None = None) -> str:
-    """The error of a run of two processes, which rank 0 alone prints; neither rank trains."""
+    """The error of a run of two processes, which is printed once; neither rank trains."""
     ranks = programs.Running("recipe/train.py", *argv, env=env, processes=2)
     assert ranks.wait(120) == 2, ranks.output
     # Rank 1 stopped by itself, or at the launcher's SIGTERM: while starting, or before its first step (75).

@@ -44,7 +44,7 @@ RECORDER = """#!/bin/sh
 { printf '%s\\0' "${0##*/}" "$@"; echo; } >> "$RECORDS"
 """
 
-# Options that make a program quick and independent of the network; the last of two equal options counts.
+# Options that make a program quick and independent of the network; if an option is given twice, the last one counts.
 SHORTER = {
     "eval.hellaswag": ["--limit", "4"],
     "eval.compare": ["--limit", "4"],

@@ -217,6 +217,8 @@ def test_a_training_that_stops_at_max_hours_is_no_failure(session, shards, tmp_p
     fields = {"dataset_name": shards, "output_dir": tmp_path / "run", "max_steps": 5_000, "save_steps": "end"}
     training = run_train(*flags(**TINY | fields | {"max_hours": 2e-4}))
     assert training.returncode == 75, training.stderr
+    last_line = training.stdout.splitlines()[-1]
+    assert last_line.startswith("stopped    before the end; the same command, without --fresh, continues")
     assert len(list((tmp_path / "run").glob("step_*"))) == 1
     (tmp_path / "output").write_text(training.stdout)
     assert session.run(f"cat {tmp_path / 'output'}; exit 1") is False

@@ -95,7 +95,8 @@ def test_what_was_measured_before_a_kill_is_kept(tmp_path, monkeypatch, capsys):
 
 
 def test_the_steps_are_commands_that_exist(tmp_path, capsys):
-    """The most valuable come first. Those up to `deterministic` take ten minutes if each needs half of its limit."""
+    """The most valuable come first. Those up to `deterministic` take less than ten minutes if each
+    needs half of its limit."""
     steps = proof.steps(nanogpt="", text="")
     names = [step.name for step in steps]
     assert names[:3] == ["fused-loss", "auto", "peers"]

@@ -111,7 +111,7 @@ def test_a_resumed_run_that_streams_one_data_set_is_equal_to_the_bit(mixed_run, 
 
 
 def test_a_run_records_shares_and_losses_of_its_data_sets(mixed_run, tmp_path):
-    """In its metrics, its output, the model card and the report. val_loss is their mean, weighted by shares."""
+    """In its metrics, its output, the model card and the report; val_loss is the mean weighted by share."""
     run, output = mixed_run[0] / "runs" / "mixed", mixed_run[1]
     assert "mixture    50 % a, 10 % b, 40 % c, exact in every 1,000 sequences" in output
     for line in by_step(run).values():

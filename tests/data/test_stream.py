@@ -28,7 +28,7 @@ from tests.data.streams import BATCH, assert_rows, budget, config_of, dataset_of
 def test_a_stream_gives_the_prepared_batches_within_its_disk_budget(prepared, tmp_path):
     """2.5 epochs with room for three shards: the same batches and manifest."""
     counts = [e["tokens"] for e in prepared.manifest.of("train")]
-    # The first is ready soon, and training on each takes as long as making the next.
+    # The first is ready soon, and training on each leaves time to make the next.
     assert counts[:5] == [800, 1600, 3200, 6400, 8000]
     assert set(counts[4:-1]) == {8000}
     assert len(counts) >= 8

@@ -1,7 +1,7 @@
 """recipe/train.py on a CPU that pretends to have the fused loss's kernel.
 
-FUSED is the state of the kernel: right, wrong, slow or broken; one a rank, as in `right,wrong`. The kernel is replaced
-by PyTorch operators, and its time by a constant.
+FUSED is the state of the kernel: right, wrong, slow or broken; one per rank, as in `right,wrong`. The kernel is
+replaced by PyTorch operators, and its time by a constant.
 """
 
 import os

@@ -25,7 +25,10 @@ FAKE = [
 
 @pytest.mark.parametrize(
     ("real", "fake"),
-    [([MUON], [GPT2]), pytest.param([REAL, CHUNKS], FAKE, marks=pytest.mark.slow)],  # fast: fake tensors
+    [
+        ([MUON], [GPT2]),
+        pytest.param([REAL, CHUNKS], FAKE, marks=pytest.mark.slow),
+    ],  # GPT2 is fake: no time
 )
 def test_the_estimate_is_within_a_tenth_of_what_a_step_allocates(real, fake):
     arguments = [f"--real={options}" for options in real] + [f"--fake={options}" for options in fake]

@@ -130,7 +130,7 @@ def test_a_dry_run_estimates_and_a_cpu_uses_a_fixed_number(shards, tmp_path):
     result = run(shards, tmp_path / "run", "150e6", dry_run="true")
     assert "micro      4 sequences a device: 0.1 GB of 0.1 GB, an estimate; the run itself tries it" in result.stdout
     assert "trial" not in result.stderr
-    assert "learning_rate:" not in result.stdout  # printed is the summary, not the configuration
+    assert "learning_rate:" not in result.stdout  # the summary is printed, not the configuration
     fields = SETTINGS | {"dataset_name": shards, "output_dir": tmp_path / "run", "total_batch_tokens": 768}
     result = run_train(*flags(**fields), "--dry_run")
     assert "micro      8 sequences a device: auto tries what fits on a GPU, and takes this elsewhere" in result.stdout

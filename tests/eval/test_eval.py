@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import itertools
 import json
 import math
 import os
@@ -135,7 +136,7 @@ def test_models_that_are_not_gpt2_are_scored_or_refused(kind, model_dir, tmp_pat
     assert hellaswag.correct(hellaswag.score_rows(loaded.lm, rows), rows)["llmc_acc"].shape == (2,)
 
 
-def test_temperature_0_takes_the_likeliest_whatever_the_models_generation_config(loaded, model_dir, tmp_path):
+def test_temperature_0_takes_the_likeliest_whatever_the_generation_config_says(loaded, model_dir, tmp_path):
     shutil.copytree(model_dir, tmp_path, dirs_exist_ok=True)
     (tmp_path / "generation_config.json").write_text('{"do_sample": true, "repetition_penalty": 5.0}')
     configured, texts = load(tmp_path), set()
@@ -299,7 +300,7 @@ def test_a_hostile_model_neither_unpickles_nor_runs_code(model_dir, tmp_path, co
     for name in ("pytorch_model.bin", "adapter_model.bin"):
         torch.save(Payload(created), model / name)
     named = config | {"transformers_weights": "adapter_model.bin"}
-    for module, settings in ((sample, config), (perplexity, named), (hellaswag, config), (hellaswag, named)):
+    for module, settings in itertools.product((sample, perplexity, hellaswag), (config, named)):
         (model / "config.json").write_text(json.dumps(settings))
         with pytest.raises(SystemExit):
             common.run_main(partial(command, module, model))
@@ -320,17 +321,18 @@ def test_a_hostile_model_neither_unpickles_nor_runs_code(model_dir, tmp_path, co
     assert not created.exists()
 
 
-def test_a_flipped_bit_gets_no_score(whole_run, tmp_path, command, capsys):
+def test_a_model_with_a_flipped_bit_is_refused(whole_run, tmp_path, command, capsys):
     checkpoint = shutil.copytree(whole_run[0] / "step_00000020", tmp_path / "step_00000020")
     data = bytearray((checkpoint / "model.safetensors").read_bytes())
     data[-7] ^= 1
     (checkpoint / "model.safetensors").write_bytes(data)
-    with pytest.raises(SystemExit) as exit_info:
-        common.run_main(lambda: command(perplexity, checkpoint))
-    assert exit_info.value.code == 2
-    error = capsys.readouterr().err
-    assert f"model {checkpoint}: model.safetensors does not match its checksum in manifest.json" in error
-    assert error.count("\n") == 1
+    for module in (sample, perplexity):
+        with pytest.raises(SystemExit) as exit_info:
+            common.run_main(partial(command, module, checkpoint))
+        assert exit_info.value.code == 2
+        error = capsys.readouterr().err
+        assert f"model {checkpoint}: model.safetensors does not match its checksum in manifest.json" in error
+        assert error.count("\n") == 1
     assert not (checkpoint / "results.json").exists()
 
 
@@ -376,7 +378,9 @@ def test_an_interrupt_and_out_of_memory_print_no_traceback(error, code, message,
     with pytest.raises(SystemExit) as exit_info:
         common.run_main(main)
     assert exit_info.value.code == code
-    assert message in capsys.readouterr().err
+    stderr = capsys.readouterr().err
+    assert message in stderr
+    assert "Traceback" not in stderr
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ def test_a_task_that_cannot_run_is_named(model_dir, command, monkeypatch, capsys
     needs_lm_eval()
     import lm_eval.tasks
 
-    # Its index of all tasks takes seconds to build.
+    # TaskManager's index of all tasks takes seconds to build.
     monkeypatch.setattr(lm_eval.tasks, "TaskManager", functools.cache(lm_eval.tasks.TaskManager))
     with pytest.raises(common.UserError, match="--tasks no_such: lm-eval has no such task"):
         command(harness, model_dir, "--tasks", "no_such,hellaswag")

@@ -76,7 +76,7 @@ def test_lm_eval_style_equals_lm_evaluation_harness(n_positions, limit, tiny_gpt
     from eval import harness
 
     rows, loaded = hellaswag.load_rows(limit), tiny_gpt2(n_positions, initializer_range=0.5)
-    # Its index of all tasks takes seconds to build.
+    # TaskManager's index of all tasks takes seconds to build.
     monkeypatch.setattr(lm_eval.tasks, "TaskManager", partial(lm_eval.tasks.TaskManager, include_defaults=False))
     local = local_tasks(tmp_path / "tasks", hellaswag=rows)
     results = harness.evaluate(loaded, ["hellaswag"], batch_size=8, include=local)

@@ -225,7 +225,7 @@ def test_no_alarm_at_any_time_of_a_run_like_its_reference(preset, tmp_path):
 
 
 @pytest.mark.parametrize(("shift", "text"), [(0.4, "Usual causes"), (-0.4, "Lower is suspicious too")])
-def test_a_departure_from_the_reference_has_its_start_and_size(shift, text, tmp_path):
+def test_a_departure_from_the_reference_is_reported_with_its_start_and_size(shift, text, tmp_path):
     lines = lines_of()
     for record in lines:
         if record["tokens"] > 400_000 and record["val_loss"]:

@@ -207,7 +207,7 @@ class Hub:
         return reply([entry(path, (top / path).read_bytes() if (top / path).is_file() else None) for path in paths])
 
     def _content(self, commit: str, path: str, content: bytes | None, byte_range: str | None) -> Answer:
-        """A file of a repository, None where there is none; of it the bytes that are byte_range for."""
+        """A file of a repository, None where there is none; of it only the bytes of `byte_range`, if there is one."""
         headers = {"X-Repo-Commit": commit, "Accept-Ranges": "bytes"}
         if content is None:
             return error(404, "EntryNotFound", "Entry not found", headers)

@@ -23,7 +23,7 @@ REQUESTS = {
 
 
 @pytest.mark.parametrize("request_of", REQUESTS)
-def test_a_hub_that_answers_byte_by_byte_is_given_up(request_of, hub, monkeypatch, caplog, capsys):
+def test_a_hub_that_answers_byte_by_byte_is_given_up_on(request_of, hub, monkeypatch, caplog, capsys):
     """A timeout between two bytes would never expire."""
     caplog.set_level("INFO")
     server = socket.create_server(("127.0.0.1", 0))

@@ -92,7 +92,7 @@ def needs(*modules: str):
 
 
 def greedy(model: GPT2LMHeadModel, ids: torch.Tensor, count: int) -> torch.Tensor:
-    """Appends the `count` likeliest tokens to `ids` (1, T), without a cache."""
+    """Appends `count` tokens to `ids` (1, T), each the likeliest next one, without a cache."""
     for _ in range(count):
         ids = torch.cat([ids, model(ids)[:, -1:].argmax(-1)], dim=1)
     return ids
@@ -202,7 +202,7 @@ def test_onnx_runtime_computes_the_same_logits(random_model, enter_directory):
 
 
 def continuation(model: Path, count: int) -> str:
-    """The likeliest `count` tokens after "ROMEO:", as text."""
+    """The greedy continuation of "ROMEO:" by `count` tokens, as text."""
     model, tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
     ids = tokenizer("ROMEO:", return_tensors="pt").input_ids
     out = model.generate(ids, do_sample=False, max_new_tokens=count)[0, ids.shape[1] :]
