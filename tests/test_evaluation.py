@@ -27,7 +27,8 @@ def test_hellaswag_and_samples_during_training(shards, tmp_path):
 def test_samples_continue_the_prompts_that_the_user_chooses(shards, tmp_path):
     prompts = "ROMEO:\nShall I compare thee"
     settings = {"max_steps": 4, "warmup_steps": 1, "sample_steps": "end", "sample_prompt": prompts}
-    lines, _ = train(shards, tmp_path / "run", **settings)
+    lines, output = train(shards, tmp_path / "run", **settings)
+    assert f"step 4: sample {lines[4]['sample']!r}\n" in output
     romeo, sonnet = lines[4]["sample"].split("\n---\n")
     assert romeo.startswith("ROMEO:")
     assert sonnet.startswith("Shall I compare thee")

@@ -26,7 +26,7 @@ def test_a_sound_machine_passes_whatever_the_flags_of_its_run(tmp_path):
         (runs / f".preflight-{name}").mkdir(parents=True)
     os.utime(runs / ".preflight-killed", (0, 0))
     (runs / "preflight.json").write_text('{"passed": true}')
-    argv = ["--n_layer", "2", "--n_embd", "64", "--n_head", "2", "--precision", "fp32", "--val_data", "data/val"]
+    argv = ["--n_layer", "2", "--n_embd", "64", "--n_head", "2", "--val_data", "data/val"]
     argv += ["--train_hours", "2", "--lr_scheduler_type", "wsd", "--dry_run"]
     preflight = programs.Running(ROOT / "recipe/preflight.py", *argv, cwd=tmp_path)
     preflight.until("adamw")

@@ -1,4 +1,4 @@
-"""Run by tests on a strategy: four to six steps of a tiny model, then what only the process itself can see, as JSON.
+"""Run by tests on a strategy: five or six steps of a tiny model, then what only the process itself can see, as JSON.
 
 python -m tests.engine.probe PRECISION eager|compile
 """

@@ -25,10 +25,7 @@ FAKE = [
 
 @pytest.mark.parametrize(
     ("real", "fake"),
-    [
-        ([MUON], [GPT2]),
-        pytest.param([REAL, CHUNKS], FAKE, marks=pytest.mark.slow),
-    ],  # GPT2 is fake: no time
+    [([MUON], [GPT2]), pytest.param([REAL, CHUNKS], FAKE, marks=pytest.mark.slow)],  # fake ones take no time
 )
 def test_the_estimate_is_within_a_tenth_of_what_a_step_allocates(real, fake):
     arguments = [f"--real={options}" for options in real] + [f"--fake={options}" for options in fake]

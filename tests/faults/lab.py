@@ -57,8 +57,8 @@ class Run(programs.Running):
         return max(map(int, re.findall(r"^step (\d+)  ", self.stdout, re.MULTILINE)), default=0)
 
     def end(self, *codes: int, together: bool = True) -> Run:
-        """Waits for the end. Fails if the run hangs, if its fault did not happen, if a process ends with none of
-        `codes` (unless there are none), and for a traceback."""
+        """Waits for the end. Fails if the run hangs, if its fault did not happen, if a process ends with a code that is
+        not in `codes` (if any are given), and for a traceback."""
         try:
             self.wait(HANG, together=together, grace=3)  # a survivor waits in a collective
         except subprocess.TimeoutExpired:

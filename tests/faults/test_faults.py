@@ -149,7 +149,8 @@ def test_a_power_cut_loses_no_committed_checkpoint(lab, once, tmp_path, part):
 
 @pytest.mark.parametrize(("processes", "fault", "step"), [(1, "nan@step.loss:12", 3), (2, "inf@step.gradient:8/1", 4)])
 def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(lab, tmp_path, processes, fault, step):
-    """On one process. The step is saved, as it may be a milestone or the last before the decay, and the run goes on."""
+    """In one micro-step of one process. The step is saved, as it may be a milestone or the last before the decay, and
+    the run goes on."""
     changes = {"save_steps": 1, "save_total_limit": 10, "eval_steps": "end", "hellaswag_steps": 0}
     lab.start(tmp_path, processes, fault, max_steps=4, **changes).end(0)
     paths = [tmp_path / "run" / f"step_{n:08d}" for n in range(7)]

@@ -36,8 +36,8 @@ def test_the_loss_of_no_target_is_zero_and_bf16_autocast_stays_close(chunk_size)
 
 @pytest.mark.skipif(not find_spec("triton"), reason="needs Triton, which PyTorch's builds for CPUs come without")
 def test_the_fused_loss_is_exact():
-    """Against fp64, in Triton's interpreter: odd numbers of rows and columns, one row, several blocks of columns,
-    padding, chunks, ignored positions and a very unlikely target."""
+    """Against fp64, in Triton's interpreter: numbers of rows and columns that no block divides, one row, several blocks
+    of columns, padding, chunks, ignored positions and a very unlikely target."""
     cases = [
         (2e-6, {"dtype": "float32", "rows": 50, "vocab_size": 503}),
         (2e-6, {"dtype": "float32", "rows": 1, "vocab_size": 503, "pad_vocab_to": 64}),

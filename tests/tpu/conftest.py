@@ -56,7 +56,7 @@ def pytest_collection_modifyitems(items):
 
 
 def environment(chips: int) -> dict:
-    """Of a subprocess on a machine with that many chips."""
+    """The environment of a subprocess on a machine with that many chips."""
     env = processes.environment({"ACCELERATE_USE_CPU": "false", "TPU_CHIPS": str(chips) if chips else ""})
     env.pop("CUDA_VISIBLE_DEVICES", None)
     path = {"PYTHONPATH": f"{HERE / 'site'}:{ROOT}", "PATH": f"{Path(sys.executable).parent}:{env['PATH']}"}

@@ -31,7 +31,7 @@ def test_a_run_resumes_bit_for_bit(shards, tmp_path, capsys):
     check_resumed_run(lambda run: train(shards, run, torch_compile="true", **EVALUATED), tmp_path, capsys)
 
 
-def test_checkpoints_move_to_ddp_and_back(shards, tmp_path):
+def test_checkpoints_move_to_ddp_and_back(shards, tmp_path, capsys):
     """Saved on a chip, five steps on two CPU processes, five on a chip: the losses of never having moved.
 
     Not compiled, so that operators which are called one by one are compared as well.
@@ -46,3 +46,4 @@ def test_checkpoints_move_to_ddp_and_back(shards, tmp_path):
     assert_same(by_step(run), expected)
     forget_after(10, run)
     assert_same(train(shards, run, **fields), expected)
+    assert "from step 10" in capsys.readouterr().out

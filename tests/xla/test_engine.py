@@ -111,9 +111,8 @@ def test_a_run_resumes_bit_for_bit_compiles_nothing_twice_and_runs_every_operati
     xla_metrics.clear_counters()
     fields = EVALUATED | {"gradient_checkpointing": "true"}
     lines = check_resumed_run(lambda run: train_here(shards, run, **fields), tmp_path, capsys)
-    assert (
-        lines[4]["compilations"] == lines[8]["compilations"]
-    )  # the second evaluation reuses the programs of the first
+    # The second evaluation reuses the programs of the first.
+    assert lines[4]["compilations"] == lines[8]["compilations"]
     assert lines[8]["hellaswag_llmc_acc"] * 9 == pytest.approx(round(lines[8]["hellaswag_llmc_acc"] * 9), abs=1e-5)
     names = xla_metrics.counter_names()
     assert "xla::mm" in names or "xla::addmm" in names
