@@ -41,7 +41,7 @@ from recipe.data.tokenizer import GPT2, open_tokenizer
 from recipe.engine.factory import open_strategy
 from recipe.engine.launch import fail, is_local_main_process
 from recipe.engine.strategy import Strategy
-from recipe.estimate.forecast import MOST_EPOCHS, Fields, Forecast, Forecaster, config_of, recipe, yaml_of
+from recipe.estimate.forecast import MOST_EPOCHS, Fields, Forecast, Forecaster, config_of, yaml_of
 from recipe.estimate.scaling import Size, law, published_law
 from recipe.train import run
 from recipe.utils.checkpoints import read_metrics
@@ -168,7 +168,7 @@ def write_recipe(request: argparse.Namespace, flags: list[str], config: Config, 
             raise UserError("looking for the best size has taken all of the time; give more --hours")
     best = forecaster.best(seconds)
     log_forecasts(forecaster, forecaster.forecasts(seconds), best)
-    fields = recipe(best.size, forecaster.text, best.tokens, processes.world_size)
+    fields = forecaster.recipe(best.size, best.tokens)
     training_s = best.tokens / forecaster.tokens_per_second(best.size)
     if request.tokens or training_s < WELL_BEFORE * seconds:
         steps = max(1, round(best.tokens / fields["total_batch_tokens"][0]))
@@ -239,7 +239,7 @@ def try_sizes(forecaster: Forecaster, seconds: float, flags: list[str], torch_co
 def measure_speed(forecaster: Forecaster, forecast: Forecast, flags: list[str], torch_compile: bool) -> None:
     """Takes some steps of the run of a forecast, with its batch: a GPU takes as long for a smaller one. A collective
     call."""
-    fields = recipe(forecast.size, forecaster.text, forecast.tokens, forecaster.strategy.runtime.processes.world_size)
+    fields = forecaster.recipe(forecast.size, forecast.tokens)
     batch, window = fields["total_batch_tokens"][0], PACED_STEPS // 4
     logger.info("speed      %s, %d steps of %s tokens", name_of(forecast.size), PACED_STEPS, f"{batch:,}")
     own_flags = [f"--max_steps={PACED_STEPS}", "--warmup_steps=1", f"--logging_steps={window}"]
@@ -253,9 +253,9 @@ def measure_speed(forecaster: Forecaster, forecast: Forecast, flags: list[str], 
 def measure_loss(forecaster: Forecaster, forecast: Forecast, seconds: float, flags: list[str]) -> float:
     """Trains the size of a forecast for so many seconds, and validates on as many tokens as its run would. Returns the
     seconds that it took in addition to training. A collective call."""
-    size, started, world_size = forecast.size, time.monotonic(), forecaster.strategy.runtime.processes.world_size
-    fields = recipe(size, forecaster.text, forecaster.tokens_per_second(size) * seconds, world_size)
-    fields["eval_tokens"] = recipe(size, forecaster.text, forecast.tokens, world_size)["eval_tokens"]
+    size, started = forecast.size, time.monotonic()
+    fields = forecaster.recipe(size, forecaster.tokens_per_second(size) * seconds)
+    fields["eval_tokens"] = forecaster.recipe(size, forecast.tokens)["eval_tokens"]
     logger.info("trial      %s, for %s", name_of(size), duration(seconds))
     *_, last = train_and_delete(forecaster.strategy, fields, [*flags, f"--train_hours={seconds / 3600:.5f}"])
     forecaster.losses.append((forecaster.law(size, last["tokens"], forecaster.text.tokens), last["val_loss"]))

@@ -225,6 +225,20 @@ def test_a_plan_by_dollars_for_other_devices(text, size, length, tmp_path, call_
         assert (tmp_path / "runs/rich.old-1/recipe.yaml").read_text() == recipe
 
 
+@pytest.mark.parametrize(
+    ("device", "hours"),
+    [
+        ("v3-8", "0.1"),  # one process with eight devices, among which a small batch must divide, too
+        ("8xv5e", "24"),  # DDP's gradients beside its buckets leave no room for the next size
+    ],
+)
+def test_a_plan_for_a_device_passes_its_dry_run(device, hours, call_here):
+    ok(call_here("--text", SHAKESPEARE, "--device", device, "--hours", hours, "--run_name", "plan"))
+    ok(call_here("--text", "fineweb", "--device", device, "--hours", hours, "--run_name", "big", "--tokenizer", "gpt2"))
+    for name in ("plan", "big"):
+        ok(call(".", "--config", f"runs/{name}/recipe.yaml", "--dry_run", device, script=ROOT / "recipe/train.py"))
+
+
 def test_the_batch_grows_with_the_run_and_muons_rate_only_above_what_was_measured():
     text = Text("my.txt", "gpt2", 1e12, 4.4)
     fields = [recipe((12, 768), text, tokens, 1) for tokens in (1e6, 5e6, 3e7, 1e10)]

@@ -10,8 +10,8 @@ from typing import Any
 
 import psutil
 
-from recipe.config import Config, batch_arithmetic, parse_config
-from recipe.data.survey import SHIPPED_TEXT, Text
+from recipe.config import BatchPlan, Config, DataConfig, OptimizerConfig, RunConfig, parse_config
+from recipe.data.survey import Text
 from recipe.engine.strategy import Strategy
 from recipe.estimate.cost import expected_flops
 from recipe.estimate.memory import HEADROOM, flops_per_token, step_memory
@@ -48,25 +48,37 @@ class Forecaster:
     def __init__(self, strategy: Strategy, text: Text, vocab_size: int, law: Callable):
         self.strategy, self.text, self.vocab_size, self.law = strategy, text, vocab_size, law
         processes, device = strategy.runtime.processes, strategy.device
+        self._devices = processes.world_size * device.count
         expected = {size: expected_flops(device, processes.world_size, model_of(size, vocab_size)) for size in SIZES}
         memory = device.memory or psutil.virtual_memory().available // processes.local_world_size
-        self._expected, self._memory = processes.broadcast_object((expected, memory))  # each process measures its own
-        self._fits_cache: dict[Size, bool] = {}
+        self._expected, memory = processes.broadcast_object((expected, memory))  # each process measures its own
+        # The sizes that are compared, and what rules out the next larger one.
+        self._sizes, self._limit = list(SIZES[:1]), ""
+        for size in SIZES[1:]:
+            if memory_of(size, vocab_size, strategy) > HEADROOM * memory:
+                self._limit = "memory"
+            elif block_parameters(size) > MOST_PARAMETERS * text.tokens:
+                self._limit = "text"
+            if self._limit:
+                break
+            self._sizes.append(size)
         self.rates: dict[int, float] = {}
         self.losses: list[tuple[float, float]] = []
 
     def forecasts(self, seconds: float) -> list[Forecast]:
         """After so many seconds of training, of all sizes that fit memory and text; the smallest first."""
-        forecasts: list[Forecast] = []
-        for size in SIZES:
-            if forecasts and not self._fits(size):
-                return [*forecasts[:-1], replace(forecasts[-1], limit="memory")]
-            if forecasts and block_parameters(size) > MOST_PARAMETERS * self.text.tokens:
-                return [*forecasts[:-1], replace(forecasts[-1], limit="text")]
-            in_time, in_text = self.tokens_per_second(size) * seconds, MOST_EPOCHS * self.text.tokens
+        in_text, forecasts = MOST_EPOCHS * self.text.tokens, []
+        for size in self._sizes:
+            in_time = self.tokens_per_second(size) * seconds
             tokens, limit = (in_text, "text") if in_text < in_time else (in_time, "time")
             forecasts.append(Forecast(size, tokens, self._loss(size, tokens), limit))
+        if self._limit:
+            forecasts[-1] = replace(forecasts[-1], limit=self._limit)
         return forecasts
+
+    def recipe(self, size: Size, tokens: float) -> Fields:
+        """The recipe that trains `size` for about so many tokens."""
+        return recipe(size, self.text, tokens, self._devices)
 
     def best(self, seconds: float) -> Forecast:
         """The forecast with the lowest loss."""
@@ -101,21 +113,24 @@ class Forecaster:
     def _loss(self, size: Size, tokens: float) -> float:
         return line_through(self.losses)(self.law(size, tokens, self.text.tokens))
 
-    def _fits(self, size: Size) -> bool:
-        if size not in self._fits_cache:
-            text = replace(self.text, name=str(SHIPPED_TEXT))  # looking through a large directory each time takes long
-            fields = recipe(size, text, 1e6, 1)
-            config = config_of(fields, "--max_steps=1000", "--micro_batch_size=1").replace(vocab_size=self.vocab_size)
-            batch = batch_arithmetic(config, 1, self.strategy.device.count)
-            needed = step_memory(config, batch, **memory_kind(config, self.strategy)).peak
-            self._fits_cache[size] = needed <= HEADROOM * self._memory
-        return self._fits_cache[size]
+
+def memory_of(size: Size, vocab_size: int, strategy: Strategy) -> int:
+    """Peak bytes of a step of two micro-steps, with one sequence a device."""
+    model, world_size, devices = (
+        model_of(size, vocab_size),
+        strategy.runtime.processes.world_size,
+        strategy.device.count,
+    )
+    config = Config(model, DataConfig(sequence_length=model.n_positions), OptimizerConfig(optim="muon"), RunConfig())
+    batch = BatchPlan(2 * world_size * devices, world_size, micro=devices, accumulation=2, devices=devices)
+    return step_memory(config, batch, **memory_kind(config, strategy)).peak
 
 
-def recipe(size: Size, text: Text, tokens: float, processes: int) -> Fields:
-    """The fields of a run of `size` on `text` for about so many `tokens`, except the one that sets its length."""
+def recipe(size: Size, text: Text, tokens: float, devices: int) -> Fields:
+    """The fields of a run of `size` on `text` for about so many `tokens`, on all `devices` of all processes, except the
+    one that sets its length."""
     model, (layers, width) = model_of(size), size
-    batch = batch_tokens(tokens, model.n_positions * processes)
+    batch = batch_tokens(tokens, model.n_positions * devices)
     steps = max(1, int(tokens / batch))
     sampling = f", one of every {text.stride} pieces of it, which is enough" if text.stride > 1 else ""
     fields: Fields = {
