@@ -34,21 +34,22 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as in train.py
 import torch
 import torch.nn.functional as F
 
-from recipe.checkpoint.format import checkpoint_path, state_of
+from recipe.checkpoint.format import checkpoint_path
 from recipe.checkpoint.provenance import versions
+from recipe.components import with_vocabulary
 from recipe.config import AUTO, ROOT, Config, batch_arithmetic, parse_config
 from recipe.engine import hardware
 from recipe.engine.factory import open_strategy
 from recipe.engine.launch import EXIT_GRACE_S, fail
 from recipe.engine.strategy import Strategy
 from recipe.estimate.fused_loss import fused_loss
-from recipe.estimate.memory import checkpoint_bytes, step_memory
-from recipe.estimate.micro_batch import memory_kind
+from recipe.estimate.memory import checkpoint_bytes, checkpoint_count, step_memory
+from recipe.estimate.micro_batch import memory_kind, micro_batch
 from recipe.model.gpt2 import causal_attention
 from recipe.model.loss import next_token_loss
 from recipe.optim.muon import orthogonalize
 from recipe.train import run as train
-from recipe.utils.checkpoints import checkpoints, manifest_of, read_metrics
+from recipe.utils.checkpoints import manifest_of, read_metrics
 from recipe.utils.errors import UserError
 from recipe.utils.log import set_up_logging
 from recipe.utils.redaction import redact
@@ -77,6 +78,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         config = parse_config(argv)
         strategy = open_strategy(config.run.precision, deterministic=config.run.deterministic)
+        config = with_vocabulary(config, strategy.runtime.processes)
         report = Report(config, strategy, environment)
     except (UserError, OSError) as error:
         return fail(error)
@@ -277,7 +279,10 @@ def trial(config: Config, argv: list[str], directory: Path, strategy: Strategy) 
         fields |= {name: GOLDEN["fields"][name] for name in ("train_text", "val_fraction")}
         fields |= {"dataset_name": directory / "data", "val_data": "", "tokenizer": "gpt2"}
         note = f"; on the text that ships, since {data_path} is not prepared yet"
-    train(config_of(fields, argv), strategy)
+    config = with_vocabulary(config_of(fields, argv), processes)
+    config, _ = fused_loss(config, strategy)
+    config, _ = micro_batch(config, strategy)
+    train(config, strategy)
     if not processes.is_main:
         return "", ""
     lines = [line for line in read_metrics(fields["output_dir"] / "metrics.jsonl") if line["tokens_per_second"]]
@@ -287,9 +292,6 @@ def trial(config: Config, argv: list[str], directory: Path, strategy: Strategy) 
         name: statistics.median(line[name] or 0 for line in lines[1:]) for name in ("tokens_per_second", "data_wait")
     }
     mfu, memory, data_wait = lines[-1]["mfu"], lines[-1]["peak_memory_bytes"], medians["data_wait"]
-    used = state_of(checkpoints(fields["output_dir"])[-1])["config"]  # with values in place of auto
-    fields |= {name: used[name] for name in ("micro_batch_size", "gradient_checkpointing", "fused_loss")}
-    config = config_of(fields, argv)
     batch = batch_arithmetic(config, processes.world_size, device.count)
     estimate = step_memory(config, batch, **memory_kind(config, strategy)).peak
     measured = f"{len(lines)} steps of {config.run.run_name}: {medians['tokens_per_second']:,.0f} tokens/s"
@@ -317,7 +319,7 @@ def disk(config: Config, strategy: Strategy) -> Finding:
         os.fsync(file.fileno())
         seconds_per_byte = (time.perf_counter() - started) / (count * len(block))
     size, free = checkpoint_bytes(config), shutil.disk_usage(directory).free
-    needed = (config.run.save_total_limit + 3) * size
+    needed = checkpoint_count(config) * size
     measured = f"{gb(free)} free, writing a checkpoint of {si(size)}B takes {duration(size * seconds_per_byte)}"
     problem = f"the run needs {gb(needed)} in {directory}; choose another --output_dir"
     return measured, problem if free <= needed else ""

@@ -2,12 +2,14 @@
 
 import json
 import os
+import re
 import signal
 
 import pytest
 
+from recipe.data.tokenizer import train_tokenizer
 from tests import processes as programs
-from tests.conftest import ROOT, launch, ok
+from tests.conftest import ROOT, SHAKESPEARE, launch, ok
 
 
 def lines_of(output: str) -> dict[str, str]:
@@ -26,7 +28,8 @@ def test_a_sound_machine_passes_whatever_the_flags_of_its_run(tmp_path):
         (runs / f".preflight-{name}").mkdir(parents=True)
     os.utime(runs / ".preflight-killed", (0, 0))
     (runs / "preflight.json").write_text('{"passed": true}')
-    argv = ["--n_layer", "2", "--n_embd", "64", "--n_head", "2", "--val_data", "data/val"]
+    train_tokenizer([SHAKESPEARE.read_text()], tmp_path / "own", vocab_size=512)
+    argv = ["--n_layer", "2", "--n_embd", "64", "--n_head", "2", "--val_data", "data/val", "--tokenizer", "own"]
     argv += ["--train_hours", "2", "--lr_scheduler_type", "wsd", "--dry_run"]
     preflight = programs.Running(ROOT / "recipe/preflight.py", *argv, cwd=tmp_path)
     preflight.until("adamw")
@@ -37,6 +40,7 @@ def test_a_sound_machine_passes_whatever_the_flags_of_its_run(tmp_path):
     assert {"devices", "attention", "loss", "muon", "disk", "adamw fp32", "muon fp32", "resume", "trial"} <= {*lines}
     assert "equal to the bit" in lines["resume"]
     assert "tokens/s" in lines["trial"]
+    assert float(re.search(r"checkpoint of (\S+) MB", lines["disk"])[1]) < 5, "with GPT-2's vocabulary it is larger"
     report = json.loads((runs / "preflight.json").read_text())
     assert (report["passed"], report["processes"]) == (True, 1)
     assert report["checks"][-1]["check"] == "trial"

@@ -171,6 +171,14 @@ def checkpoint_bytes(config: Config) -> int:
     return 12 * parameter_count(config.model) - 4 * _muon_parameters(config) + 2_500_000
 
 
+def checkpoint_count(config: Config) -> int:
+    """The largest number of checkpoints on disk at once, without the milestones of a run of unknown length: those that
+    are kept, the milestones, the best one, the one before wsd's decay, and the one being written."""
+    run, opt = config.run, config.optimizer
+    milestones = opt.max_steps // run.milestone_steps if run.milestone_steps and not config.undecided else 0
+    return run.save_total_limit + milestones + 2 + (opt.decay_start > 0)
+
+
 _SHARDING = (
     "FSDP or ZeRO on several GPUs (accelerate_configs/fsdp.yaml, zero1.yaml to zero3.yaml) or FSDP on TPUs "
     "(tpu-fsdp.yaml); docs/memory.md has the figures, and --dry_run shows what a run needs with them"

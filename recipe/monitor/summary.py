@@ -15,6 +15,7 @@ from recipe.estimate.memory import (
     HEADROOM,
     TIGHT,
     checkpoint_bytes,
+    checkpoint_count,
     flops_per_token,
     parameter_count,
     remedies,
@@ -118,11 +119,8 @@ def _memory(config: Config, batch: BatchPlan, strategy: Strategy) -> Iterator[st
 
 
 def _disk(config: Config) -> str:
-    run, opt = config.run, config.optimizer
-    milestones = opt.max_steps // run.milestone_steps if run.milestone_steps and not config.undecided else 0
-    # Besides them: the best checkpoint, the one before wsd's decay, and the one being written.
-    limit = run.save_total_limit + milestones + 2 + (opt.decay_start > 0)
-    count = f"{limit} and the milestones" if run.milestone_steps and config.undecided else f"{limit}"
+    run, milestones = config.run, " and the milestones" * bool(config.run.milestone_steps and config.undecided)
+    count = f"{checkpoint_count(config)}{milestones}"
     return f"disk       {si(checkpoint_bytes(config))}B a checkpoint, at most {count} at once, in {run.output_dir}"
 
 
