@@ -11,6 +11,7 @@ and the run may differ from the first replay by a few times that (docs/fault-tol
 """
 
 import argparse
+import copy
 import math
 import os
 import random
@@ -106,14 +107,14 @@ def interval_to(end: Path, paths: list[Path], repo: str) -> Interval:
 
 def options_of(interval: Interval, directory: Path, repo: str, flags: list[str]) -> list[str]:
     """The trainer's options: the configuration of the run, and the flags. Data that the run streamed are
-    streamed again, into `directory`. Raises NotComparable if the configuration changed within the interval, and
-    UserError for a path of the run's author that no flag replaces."""
+    streamed again, into `directory`. Raises NotComparable if the configuration changed within the interval, UserError
+    for a path of the run's author that no flag replaces, and Different if two records of the configuration differ."""
     state = state_of(interval.end)
     part = state["about"][-1]
     if part["from_step"] > interval.first:
         change = f"other settings, code or processes at step {part['from_step']:,}"
         raise NotComparable(f"the run continued with {change}, where there is no checkpoint to start from")
-    values = {name: value for name, value in part["config"].items() if name in FIELDS}
+    values = {name: copy.deepcopy(value) for name, value in part["config"].items() if name in FIELDS}
     values |= {"precision": part["precision"], "report_to": "none", "push_to_hub": False, "train_hours": 0.0}
     replaced = {flag.partition("=")[0].removeprefix("--") for flag in flags}
     if replaced & {"dataset_name", "train_text"}:
@@ -129,6 +130,9 @@ def options_of(interval: Interval, directory: Path, repo: str, flags: list[str])
                 raise UserError(f"{problem}; name yours with --flags '--{field} PATH'")
         if repo or data_states[number].get("manifest"):
             entry[key] = str(directory / f"shards-{number}" / Path(entry[key]).name)  # the name is in columns' names
+    config, trained_with = state["config"], part["config"]
+    if name := next((name for name, value in trained_with.items() if config.get(name) != value), ""):
+        raise Different(f"the configuration has {name} {config.get(name)!r}, but the run had {trained_with[name]!r}")
     (recipe := directory / "recipe.yaml").write_text(yaml.safe_dump(values))
     return ["--config", str(recipe), *flags]
 
@@ -244,30 +248,37 @@ def compare(run: Values, replay: Values, replay_2: Values, start: Weights, first
     return first_difference(run, replay, run_distances, limits), tightness
 
 
-def audit(interval: Interval, directory: Path, arguments: argparse.Namespace) -> str:
-    """Replays an interval in `directory`; returns a sentence on what holds, and how tightly. Raises Different and
-    NotComparable."""
-    log, state = interval.end.parent / "metrics.jsonl", state_of(interval.end)
+def check_intact(interval: Interval) -> None:
+    """Raises Different if the interval's checkpoints or its lines of metrics.jsonl are not those that the run wrote."""
     for path in filter(None, (interval.start, interval.end)):
         if problems := verify(path):
             raise Different(f"{path} is damaged: {problems[0]}")
-    if sha256_before(log.read_bytes() if log.is_file() else b"", interval.last) != state["metrics"]["lines_sha256"]:
+    log, digest = interval.end.parent / "metrics.jsonl", state_of(interval.end)["metrics"]["lines_sha256"]
+    if sha256_before(log.read_bytes() if log.is_file() else b"", interval.last) != digest:
         raise Different(f"the lines of metrics.jsonl before step {interval.last:,} are not those that the run wrote")
+
+
+def without_later_values(run: Values, replay: Values, interval: Interval) -> tuple[Values, str]:
+    """A run's values without those at the last step that its continuation may have added, and a sentence that names
+    these. Raises NotComparable if the run's end was not recorded."""
+    if interval.is_last:
+        if (interval.last, "number of lines") in replay.keys() - run.keys():
+            raise NotComparable("metrics.jsonl has no line for the last step; continue the run, which writes it")
+        return run, ""
+    kept = {key: value for key, value in run.items() if key in replay or key[0] != interval.last}
+    names = sorted(name for _, name in run.keys() - kept.keys())
+    return kept, f", not checked: {', '.join(names)} of step {interval.last:,}" if names else ""
+
+
+def audit(interval: Interval, directory: Path, arguments: argparse.Namespace) -> str:
+    """Replays an interval in `directory`; returns a sentence on what holds, and how tightly. Raises Different and
+    NotComparable."""
+    check_intact(interval)
     options = options_of(interval, directory, arguments.repo, shlex.split(arguments.flags))
-    config, trained_with = state["config"], state["about"][-1]["config"]
-    if name := next((name for name, value in trained_with.items() if config.get(name) != value), ""):
-        raise Different(f"the configuration has {name} {config.get(name)!r}, but the run had {trained_with[name]!r}")
     command = [*(shlex.split(arguments.launch) or [sys.executable]), str(ROOT / "recipe/train.py"), *options]
     checkpoint, replayed = load_checkpoint(interval.end), replay(interval, directory / "replay", command)
-    run_values, replay_values = values_of(checkpoint, interval), values_of(replayed, interval)
-    unchecked = ""
-    if not interval.is_last:  # the process that continued from `end` may have evaluated more at that step
-        keys = [key for key in run_values if key in replay_values or key[0] != interval.last]
-        names = sorted(name for _, name in run_values.keys() - keys)
-        unchecked = f", not checked: {', '.join(names)} of step {interval.last:,}" if names else ""
-        run_values = {key: run_values[key] for key in keys}
-    elif (interval.last, "number of lines") in replay_values.keys() - run_values.keys():
-        raise NotComparable("metrics.jsonl has no line for the last step; continue the run, which writes it")
+    replay_values = values_of(replayed, interval)
+    run_values, unchecked = without_later_values(values_of(checkpoint, interval), replay_values, interval)
     parts = [state["about"][-1] for state in (checkpoint.state, replayed.state)]
     run_part, replay_part = ({**part["config"], **part} for part in parts)
     changed = {name for name in CIRCUMSTANCES if run_part.get(name) != replay_part[name]}
@@ -282,8 +293,9 @@ def audit(interval: Interval, directory: Path, arguments: argparse.Namespace) ->
     circumstances = "; ".join(texts) or "this device is not deterministic"
     if changed & CASTS and {run_part["precision"], replay_part["precision"]} != {"fp32"}:
         raise NotComparable(f"half precision rounds at other places here ({circumstances}); {WAY_OUT}")
+    # A second replay, which adds the same numbers in another order, measures what rounding does here.
     micro = replay_part["micro_batch_size"]
-    micro = micro // 2 if micro % 2 == 0 else 1 if micro > 1 else 2  # adds the same numbers in another order
+    micro = micro // 2 if micro % 2 == 0 else 1 if micro > 1 else 2
     replayed_2 = replay(interval, directory / "replay-2", [*command, f"--micro_batch_size={micro}"])
     if interval.start:
         start = load_checkpoint(interval.start).weights
