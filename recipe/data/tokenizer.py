@@ -190,16 +190,6 @@ def _is_byte_level(tokenizer: PreTrainedTokenizerFast) -> bool:
 def train_tokenizer(texts: Iterable[str], directory: Path | str, vocab_size: int) -> Path:
     """Trains a byte-level BPE of `vocab_size` tokens, including end-of-text, and saves it to `directory`, which it
     returns."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    bpe, end_of_text, alphabet = Tokenizer(models.BPE()), "<|endoftext|>", pre_tokenizers.ByteLevel.alphabet()
-    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    bpe.train_from_iterator(
-        texts,
-        trainers.BpeTrainer(
-            vocab_size=vocab_size, special_tokens=[end_of_text], initial_alphabet=alphabet, show_progress=False
-        ),
-    )
-    PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=end_of_text).save_pretrained(directory)
+    tokenizer = hf_tokenizer().train_new_from_iterator(texts, vocab_size, show_progress=False)
+    tokenizer.save_pretrained(directory)
     return Path(directory)
