@@ -70,8 +70,7 @@ class Device:
         """Makes a lazy device run the operations recorded so far."""
 
     def counters(self) -> dict[str, int | None]:
-        """Columns of metrics.jsonl: peak_memory_bytes, the peak of a CUDA device's allocator or, elsewhere (CPU, MPS),
-        the process's largest resident set; None if it is not known."""
+        """Columns of metrics.jsonl: peak_memory_bytes, as hardware.peak_memory."""
         return {"peak_memory_bytes": hardware.peak_memory(self.torch_device)}
 
 

@@ -139,11 +139,13 @@ def use_deterministic_algorithms() -> None:
     setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010
 
 
-def peak_memory(device: torch.device) -> int:
-    """Bytes: the peak of a CUDA device's allocator since the last `reset_peak_memory`; elsewhere the process's largest
-    resident set, which cannot be reset."""
+def peak_memory(device: torch.device) -> int | None:
+    """Bytes: the peak of a CUDA device's allocator since the last `reset_peak_memory`, or of a TPU's, None if that does
+    not report it; elsewhere the process's largest resident set, which cannot be reset."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    if device.type == "tpu":
+        return torch.accelerator.max_memory_allocated() or None
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 

@@ -11,7 +11,6 @@ import ctypes
 import os
 import sys
 import warnings
-from dataclasses import dataclass
 
 import torch
 from accelerate.utils import DistributedType
@@ -35,15 +34,6 @@ _BACKENDS = "cpu:gloo,tpu:tpu_dist"
 _AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 _TORCHRUN = f"import os; from torch.distributed.run import main; del os.environ['{_AUTOLOAD}']; main()"
 warnings.filterwarnings("ignore", "<TorchTpu/ApiStage/")  # all of torch.tpu is called experimental
-
-
-@dataclass(frozen=True)
-class TpuDevice(Device):
-    """A TPU chip."""
-
-    def counters(self) -> dict[str, int | None]:
-        """As Device's, from torch_tpu's allocator; None if it does not report its peak."""
-        return {"peak_memory_bytes": torch.accelerator.max_memory_allocated() or None}
 
 
 class TpuStrategy(Strategy):
@@ -92,13 +82,13 @@ class TpuFsdpStrategy(FsdpStrategy, TpuStrategy):
     """FSDP2 with one process per chip."""
 
 
-def _device(precision: str) -> TpuDevice:
+def _device(precision: str) -> Device:
     """This process's chip, with the facts of its data sheet."""
     # In bf16 no product is in fp32, and torch_tpu warns that "high" is slow.
     torch.set_float32_matmul_precision("highest" if precision == "fp32" else "medium")
     name = torch.get_device_module("tpu").get_device_name()  # such as TPU v5e
     model = hardware.known_name(name)
-    return TpuDevice(
+    return Device(
         "tpu",
         name,
         precision,

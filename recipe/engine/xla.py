@@ -17,8 +17,7 @@ import os
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, partial
-from importlib.util import find_spec
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -46,7 +45,6 @@ from recipe.utils.errors import UserError
 from recipe.utils.processes import Processes
 from recipe.utils.units import plural
 
-_FLASH = ("v5e", "v5p", "v6e")  # TPUs with flash attention; on older ones the kernel does not compile
 _LAUNCH = "launch with accelerate_configs/tpu.yaml: one process drives all of a machine's TPU cores"
 
 
@@ -186,9 +184,7 @@ def _device(device: torch.device, generation: str, precision: str) -> XlaDevice:
     single device."""
     count, model = xr.global_runtime_device_count(), hardware.known_name(f"TPU {generation}")
     mesh = xs.Mesh(np.arange(count), (count,), ("data",))
-    supports_flash, has_jax = generation in _FLASH, find_spec("jax") is not None
     name = f"TPU {generation}" if generation else "XLA's CPU client"
-    needs_jax = "flash attention, which takes less memory, needs jax: pip install -e '.[tpu]'"
     return XlaDevice(
         "xla",
         name,
@@ -199,12 +195,10 @@ def _device(device: torch.device, generation: str, precision: str) -> XlaDevice:
         memory=int(1e9 * hardware.DEVICES[model].memory) if model else None,
         peak_flops=hardware.DEVICES[model].peak * count if model else None,
         no_compile=XLA_COMPILES,
-        attention=partial(flash_or_sdpa, mesh=mesh) if supports_flash and has_jax else None,
         checkpoint=checkpoint,
         adamw="capturable",  # keeps the step count in tensors
         eval_multiples=(math.lcm(32, count), 64, 1024),  # few shapes, each of which is compiled
         sum_dtype=torch.float32,
-        note=needs_jax if supports_flash and not has_jax else "",
         mesh=mesh,
     )
 
@@ -229,16 +223,3 @@ def tpu_generation() -> str:
     except (OSError, KeyError, TypeError):
         return "of unknown kind"
     return {"v5litepod": "v5e", "v5lite": "v5e"}.get(tpu_type, tpu_type)
-
-
-def flash_or_sdpa(q: Tensor, k: Tensor, v: Tensor, dropout: float, *, mesh: xs.Mesh) -> Tensor:
-    """Causal attention over (B, H, T, K): Pallas' flash attention in the cases compiled ahead of time for a v5e and a
-    v6e (bf16, no dropout, T = 1024) and those whose blocks divide the same way, SDPA in the others."""
-    if dropout or q.dtype != torch.bfloat16 or (q.shape[2] != 512 and q.shape[2] % 1024):
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
-    from torch_xla.experimental.custom_kernel import flash_attention
-
-    # Its default scale is 1, and it has no partitioning rule: each device is given its rows.
-    return flash_attention(
-        q, k, v, causal=True, sm_scale=q.shape[-1] ** -0.5, partition_spec=("data", None, None, None), mesh=mesh
-    )

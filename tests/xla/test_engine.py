@@ -119,30 +119,6 @@ def test_a_run_resumes_bit_for_bit_compiles_nothing_twice_and_runs_every_operati
     assert {name for name in names if name.startswith("aten::")} <= {"aten::_local_scalar_dense"}
 
 
-def test_flash_attention_is_called_only_for_inputs_that_it_compiles_for(strategy, monkeypatch):
-    from torch_xla.experimental import custom_kernel
-
-    from recipe.engine import xla
-
-    calls = []
-    monkeypatch.setattr(custom_kernel, "flash_attention", lambda q, k, v, **options: calls.append(options))
-
-    def attend(dtype=torch.bfloat16, length=512, dropout=0.0):
-        q = torch.randn(2, 1, length, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
-        return xla.flash_or_sdpa(q, q, q, dropout, mesh=strategy.device.mesh), q
-
-    y, q = attend(dtype=torch.float32)
-    assert torch.equal(y, F.scaled_dot_product_attention(q, q, q, is_causal=True))
-    attend(length=128)
-    attend(length=1536)  # its backward takes blocks of 1024
-    attend(dropout=0.1)
-    assert not calls
-    attend()
-    (options,) = calls
-    assert (options["causal"], options["sm_scale"], options["mesh"]) == (True, 16**-0.5, strategy.device.mesh)
-    assert options["partition_spec"] == ("data", None, None, None)
-
-
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
