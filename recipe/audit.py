@@ -197,8 +197,9 @@ def distance(name: str, run: Any, replay: Any, start: Weights) -> float:
     infinite if they differ and that is 0."""
     if isinstance(run, torch.Tensor) and isinstance(replay, torch.Tensor) and run.shape == replay.shape:
         delta, scale = run.double() - replay.double(), float((replay - start.get(name, 0)).double().norm())
-        if start and name.endswith("attn.c_attn.bias"):
-            delta.view(3, -1)[1] *= 0  # the keys' bias, whose gradient is nothing but rounding; NaN stays
+        # The keys' bias has no effect, and its gradient is nothing but rounding. More than an update, and NaN, stay.
+        if start and name.endswith("attn.c_attn.bias") and (keys := delta.view(3, -1)[1]).norm() <= scale:
+            keys.zero_()
         difference = float(delta.norm())
     elif isinstance(run, int | float) and isinstance(replay, int | float):
         difference, scale = abs(run - replay), abs(replay)

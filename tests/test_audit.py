@@ -25,6 +25,7 @@ from tests.conftest import ROOT, SHAKESPEARE, TINY, environment, flags, forget_a
 
 KEPT = {"save_steps": 5, "save_total_limit": 9, "logging_steps": 2, "sample_steps": 10}
 WEIGHT = "transformer.h.1.mlp.c_fc.weight"
+BIAS, KEYS = "transformer.h.1.attn.c_attn.bias", TINY["n_embd"]  # the keys' part begins after the queries'
 ELSEWHERE = ("--flags", "--micro_batch_size 2")  # not the run's: equal within rounding
 
 
@@ -89,13 +90,13 @@ def replayed_once(forked, monkeypatch, tmp_path_factory):
     monkeypatch.setattr(audit, "replay", cached_replay)
 
 
-def change_weight(checkpoint, value=None) -> None:
+def change_weight(checkpoint, value=None, name=WEIGHT, index=7) -> None:
     """Sets one weight to `value`, or flips one bit of it."""
     weights = load_file(checkpoint / "model.safetensors")
     if value is None:
-        weights[WEIGHT].view(-1).view(torch.int32)[7] ^= 1
+        weights[name].view(-1).view(torch.int32)[index] ^= 1
     else:
-        weights[WEIGHT].view(-1)[7] = value
+        weights[name].view(-1)[index] = value
     replace_files(checkpoint, {"model.safetensors": save(weights, {"format": "pt"})})
 
 
@@ -135,6 +136,8 @@ FORGERIES = {  # functions of the run, and what the audit prints
     ),
     "NaN weight": (lambda run: change_weight(run / "step_00000020", float("nan")), WEIGHT),
     "a weight": (lambda run: change_weight(run / "step_00000020", 1.0), WEIGHT),
+    # It has no effect while it is small; with this one all losses are NaN.
+    "the keys' bias": (lambda run: change_weight(run / "step_00000020", 3e38, BIAS, KEYS), BIAS),
     "state": (
         lambda run: change_state(run / "step_00000020", lambda state: state["metrics"]["running_loss"].update(sum=9.0)),
         "the checkpoint's sum of step 20 is 9",
