@@ -116,7 +116,8 @@ def _comparison(result: dict) -> dict:
 def _run_scores(line: dict, config: dict, texts: list[dict]) -> Iterator[dict]:
     """The scores in a line of metrics.jsonl. Without val_data the validation text is held out of the training text."""
     method, metric = "by the run, in its precision", ("loss", "validation loss, nats per token")
-    tokens = f", at most {config['eval_tokens']:,} tokens" if config.get("eval_tokens") else ""
+    tokens = config.get("eval_tokens", 0) // len(texts)  # the data sets of a mixture share them equally
+    tokens = f", at most {tokens:,} tokens{' of each' * (len(texts) > 1)}" if tokens else ""
     if config.get("val_data"):
         data = text_dataset(Path(config["val_data"]).name)
     else:
@@ -175,7 +176,8 @@ def _text_of(source: dict) -> dict:
 def _data_rows(state: dict, text: dict) -> dict[str, object]:
     shards, complete = text["state"]["shards"], text["state"]["complete"]
     tokens, files = sum(count for _, count, _ in shards), text.get("files", [])
-    tokenizer = state["tokenizer"]
+    length, tokenizer = state["config"]["sequence_length"], state["tokenizer"]
+    read_at_once = sum((count - 1) // length * length for _, count, _ in shards)  # of the windows of an epoch
     tokenizer_name = "GPT-2's" if tokenizer["digest"] == GPT2 else f"{tokenizer['name']}, a"
     return {
         "text": text["text"],
@@ -184,7 +186,7 @@ def _data_rows(state: dict, text: dict) -> dict[str, object]:
         "commit of the data set": text.get("commit"),
         "SHA-256 of the text": files[0].get("sha256") if len(files) == 1 else None,
         "shards": f"{len(shards):,} with {tokens:,} tokens" + ("" if complete else " so far"),
-        "epochs": f"{text['share'] * state['tokens'] / tokens:.3g}" if complete else None,
+        "epochs": f"{text['share'] * state['tokens'] / read_at_once:.3g}" if complete and read_at_once else None,
         "SHA-256 of the shard": shards[0][2] if len(shards) == 1 else None,
         "tokenizer": f"{tokenizer_name} byte-level BPE, {state['config'].get('vocab_size', 50257):,} tokens",
     }
@@ -197,7 +199,7 @@ def _training_rows(state: dict, lines: list[dict], preflight: str) -> dict[str, 
         "steps": f"{state['step']:,}",
         "tokens": f"{state['tokens']:,}",
         "objective": "next token, cross-entropy",
-        **{field: config.get(field) for field in hyperparameters(config)},
+        **{field: _values(field, config, parts) for field in hyperparameters(config)},
         "hardware": "; ".join(dict.fromkeys(map(_hardware, parts))),
         "preflight": preflight,
         "precision": "; ".join([*dict.fromkeys(precisions), "weights and optimizer state fp32"]),
@@ -206,6 +208,15 @@ def _training_rows(state: dict, lines: list[dict], preflight: str) -> dict[str, 
         "MFU, median of the log": _median(lines, "mfu", "{:.1%}"),
         "steps skipped": max((line.get("skipped_steps") or 0 for line in lines), default=0) or None,
     }
+
+
+def _values(field: str, config: dict, parts: list[dict]) -> object:
+    """A hyperparameter's value or, where a resume changed it, each with the step from which it held."""
+    starts = [(part["from_step"], part["config"].get(field)) for part in parts if field in part["config"]]
+    changes = [start for i, start in enumerate(starts) if i == 0 or start[1] != starts[i - 1][1]]
+    if len(changes) < 2 or field == "max_steps":
+        return config.get(field)
+    return "; ".join(f"{value} from step {step:,}" for step, value in changes)
 
 
 def _preflight(checkpoint: Path, part: dict) -> str:

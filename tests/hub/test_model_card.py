@@ -221,6 +221,20 @@ def test_the_card_names_the_data_the_initial_weights_and_the_hardware(card, part
     assert text in " ".join(card.content.encode().decode().split())
 
 
+def test_hyperparameters_that_a_resume_changed_have_their_steps(card):
+    later = PART | {"from_step": 40, "config": CONFIG | {"learning_rate": 5e-3, "max_steps": 999}}
+    text = card(STATE | {"about": [PART, later], "config": later["config"]}).text
+    assert f"| learning_rate | {CONFIG['learning_rate']} from step 0; 0.005 from step 40 |" in text
+    assert "| max_steps | 999 |" in text
+
+
+def test_an_epoch_is_that_of_the_trainers_windows(card):
+    """Not of the tokens: from shards of 31 tokens it takes one window of 16."""
+    config = CONFIG | {"sequence_length": 16}
+    data = {"shards": [["train_000000.bin", 31, "a" * 64]] * 8, "complete": True}
+    assert "| epochs | 8 |" in card(STATE | {"config": config, "data": data, "tokens": 1024}).text
+
+
 @pytest.mark.parametrize(
     ("config", "data"),
     [
