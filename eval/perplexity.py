@@ -24,35 +24,53 @@ from recipe.utils.files import sha256_of
 from recipe.utils.shards import ShardReader
 
 
-def shard_windows(data: str, sequence_length: int) -> tuple[list[np.ndarray], dict[str, str]]:
-    """Windows (T + 1,) of validation shards, and the first 12 digits of each file's SHA-256. `data` is a glob of .bin
-    files, or a directory, of which the .bin files with "val" in their name are used."""
+def read_manifest(data: str) -> dict:
+    """The manifest.json of shards that this project prepared, in the directory `data` or in that of the glob; {} if
+    there is none. Raises UserError."""
+    path = (Path(data) if os.path.isdir(data) else Path(data).parent) / "manifest.json"
+    with common.reading(path, "name other shards with --data"):
+        return dict(json.loads(path.read_text())) if path.is_file() else {}
+
+
+def val_shards(data: str) -> dict[Path, str]:
+    """The validation shards in the trainer's order, each with its SHA-256. `data` is a glob of .bin files, or a
+    directory: the files of its manifest, or else those with "val" in their name. Raises UserError if there are none, or
+    if one is not that of the manifest."""
+    recorded = {}
+    if os.path.isdir(data):
+        with common.reading(Path(data) / "manifest.json", "name other shards with --data"):
+            entries = [entry for entry in read_manifest(data).get("shards", []) if entry["split"] == "val"]
+            recorded = {Path(data) / Path(entry["file"]).name: entry["sha256"] for entry in entries}
     pattern = f"{glob.escape(data)}/*val*.bin" if os.path.isdir(data) else data
-    matches = sorted(map(Path, glob.glob(pattern, recursive=True)))  # in the trainer's order
-    paths = [path for path in matches if path.suffix == ".bin" and path.is_file()]
-    if not paths:
+    paths = [*recorded] or sorted(map(Path, glob.glob(pattern, recursive=True)))
+    digests = {path: sha256_of(path) for path in paths if path.suffix == ".bin" and path.is_file()}
+    if not digests:
         raise common.UserError(
             f"--data {data}: no .bin file there (a directory needs one with `val` in its name). Prepare text with "
             "python -m recipe.data.prepare"
         )
-    windows = []
-    for path in paths:
+    if changed := next((path for path, digest in recorded.items() if digests.get(path) != digest), None):
+        raise common.UserError(f"{changed} is not the shard that its manifest.json describes. Prepare the text again")
+    return digests
+
+
+def shard_windows(data: str, sequence_length: int) -> tuple[list[np.ndarray], dict[str, str]]:
+    """Windows (T + 1,) of the shards of `val_shards`, and the first 12 digits of each file's SHA-256."""
+    windows, digests = [], val_shards(data)
+    for path in digests:
         shard = ShardReader(path)
         windows += [*shard.runs(np.arange(0, len(shard) - sequence_length, sequence_length), sequence_length + 1)]
     if not windows:
         raise common.UserError(f"--data {data}: no shard has {sequence_length + 1:,} tokens. Lower --sequence_length")
-    return windows, {path.name: sha256_of(path)[:12] for path in paths}
+    return windows, {path.name: digest[:12] for path, digest in digests.items()}
 
 
 def check_tokens(data: str, loaded: common.Loaded, windows: list[np.ndarray]) -> None:
     """Raises UserError if the shards' vocabulary is not the model's, by their manifest (if any) and largest token.
     Prints a note if the manifest and the checkpoint name different tokenizers."""
-    tokenizer, directory = loaded.tokenizer, Path(data) if os.path.isdir(data) else Path(data).parent
-    model_digest = common.trainer_config(loaded.directory, "tokenizer").get("digest")
-    path = directory / "manifest.json"
-    with common.reading(path, "name other shards with --data"):
-        manifest = json.loads(path.read_text()) if path.is_file() else {}
-        shard_vocab, shard_digest = manifest.get("vocab_size"), manifest.get("tokenizer")
+    tokenizer, model_digest = loaded.tokenizer, common.trainer_config(loaded.directory, "tokenizer").get("digest")
+    manifest = read_manifest(data)
+    shard_vocab, shard_digest = manifest.get("vocab_size"), manifest.get("tokenizer")
     vocab_size, largest = max(tokenizer.get_vocab().values()) + 1, max(int(window.max()) for window in windows)
     n_added = len(tokenizer.added_tokens_decoder)
     if largest >= vocab_size or (shard_vocab and not 0 <= vocab_size - shard_vocab <= n_added):

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BertConfig, BloomC
 
 from eval import common, compare, hellaswag, perplexity, sample, scores
 from recipe.data.shards import ShardReader, find_shards
+from recipe.utils.files import sha256_of
 from tests.conftest import ROOT, SHAKESPEARE
 from tests.data import write_shard
 from tests.eval.conftest import load
@@ -95,6 +96,19 @@ def test_a_glob_is_read_as_the_trainer_reads_it(model_dir, tmp_path, command):
     assert json.loads(output.read_text())["perplexity"]["windows"] == 3
     trained_on = [ShardReader(shard.path).read()[0] for shard in find_shards(pattern, "val")]
     assert [window[0] for window in perplexity.shard_windows(pattern, 32)[0]] == trained_on
+
+
+def test_prepared_shards_are_those_of_the_manifest(model_dir, tmp_path, command):
+    """As for the trainer, whatever lies beside them."""
+    write_shard(tmp_path / "val_000000.bin", np.full(33, 1))
+    write_shard(tmp_path / "other_val.bin", np.full(33, 2))
+    entry = {"file": "val_000000.bin", "split": "val", "sha256": sha256_of(tmp_path / "val_000000.bin")}
+    (tmp_path / "manifest.json").write_text(json.dumps({"shards": [entry]}))
+    (window,), files = perplexity.shard_windows(str(tmp_path), 32)
+    assert (window[0], list(files)) == (1, ["val_000000.bin"])
+    write_shard(tmp_path / "val_000000.bin", np.full(33, 3))
+    with pytest.raises(common.UserError, match=r"val_000000\.bin is not the shard that its manifest\.json describes"):
+        command(perplexity, model_dir, "--data", tmp_path, "--sequence_length", 32)
 
 
 def test_a_partial_evaluation_replaces_neither_full_scores_nor_other_tasks(tmp_path, capsys):
