@@ -18,6 +18,8 @@ LEARNING_STEP, LEARNING_DROP = 200, 2.0
 # The validation loss is always measured on the same tokens, so a rise is not batch noise. At a high learning rate it
 # still fluctuates by about 0.02 (llm.c's and build-nanogpt's curves never rise by more than 0.002).
 MAX_RISE = 0.03
+# Nats by which the median training loss of a run's last tenth may lie above that of another: far more than its noise.
+MAX_TRAINING_RISE = 0.5
 # Fraction of the tokens by which a curve may be ahead of or behind its reference.
 TOKEN_SHIFT = 0.1
 # Up to this many skipped steps are only worth a note: fp16's loss scale starts at 65,536 and is halved at each.
@@ -36,7 +38,10 @@ def diagnose(run: Run, references: list[Reference]) -> list[Finding]:
     """All findings about a run, the comparison with its reference first."""
     findings = [*_learning(run), *_rise(run)]
     if not any(finding.kind == "bad" for finding in findings):
-        findings.append(Finding("good", "First loss, skipped steps, overfitting, divergence: nothing else stands out."))
+        overfitting = "overfitting, " if len(run.series("val_loss")[0]) >= 3 else ""
+        findings.append(
+            Finding("good", f"First loss, skipped steps, {overfitting}divergence: nothing else stands out.")
+        )
     return [compare_with_reference(run, references), *findings]
 
 
@@ -108,12 +113,18 @@ def _learning(run: Run) -> Iterator[Finding]:
 
 
 def _rise(run: Run) -> Iterator[Finding]:
-    """Overfitting or divergence: the validation loss has risen above its own minimum."""
+    """Overfitting or divergence: the validation loss has risen above its own minimum, or the training loss has."""
     x, val = run.series("val_loss")
+    is_comparable = run.series("val_loss", "step")[0] >= run.comparable_from
+    x, val = x[is_comparable], val[is_comparable]
+    tokens, loss = run.series("loss")
     if len(x) < 3 or val[-1] - val.min() <= MAX_RISE:
+        medians = [np.median(part) for part in np.array_split(loss, 10)] if len(loss) >= 20 else [0]
+        if medians[-1] > min(medians) + MAX_TRAINING_RISE:
+            text = f"The training loss has risen from {min(medians):.2f} to {medians[-1]:.2f}: it diverges. "
+            yield Finding("bad", text + "A lower learning_rate or more warm-up would help.")
         return
     low = int(val.argmin())
-    tokens, loss = run.series("loss")
     at_low, at_end = (loss[np.abs(tokens - x[i]).argsort()[:5]] for i in (low, -1))  # the five lines nearest to each
     text = f"The validation loss has been rising since {si(x[low], 'B')} tokens, from {val[low]:.2f} to {val[-1]:.2f}, "
     if len(loss) and np.median(at_end) < np.median(at_low):

@@ -28,8 +28,9 @@ from recipe.evaluation import Evaluator
 from recipe.model.build import build_model, check_init_from
 from recipe.model.gpt2 import GPT2LMHeadModel
 from recipe.model.loss import can_fuse
-from recipe.monitor.metrics import Metrics, time_to_decay, val_losses
+from recipe.monitor.metrics import Metrics, time_to_decay
 from recipe.optim.optimizer import make_optimizer
+from recipe.utils.checkpoints import val_losses
 from recipe.utils.errors import Unreachable, UserError
 from recipe.utils.processes import Processes
 from recipe.utils.redaction import redacted

@@ -186,6 +186,9 @@ def check_same_run(state: dict, config: dict, tokenizer: GPT2Tokenizer, run_dir:
     for change in (text for k, text in changes.items() if k not in HARMLESS):
         logger.info("resuming with %s", change)
     step = state["step"]
+    if validation := ", ".join(changes[k] for k in ("val_data", "eval_tokens") if k in changes):
+        message = "validation losses up to step %d cannot be compared with those that follow: %s"
+        logger.warning(f"validation {message}", step, validation)
     rates = [lr_at(step, _optimizer_config(c)) for c in (saved_config, config)]
     if rates[0] != rates[1] and step < config["max_steps"]:
         message = "the learning rate at step %d was %.3g and is %.3g now"

@@ -24,8 +24,7 @@ from recipe.engine.launch import fail
 from recipe.hub.access import check_access
 from recipe.hub.model_card import CARD, model_card
 from recipe.hub.upload import Uploads
-from recipe.monitor.metrics import val_losses
-from recipe.utils.checkpoints import newest_run
+from recipe.utils.checkpoints import newest_run, val_losses
 from recipe.utils.errors import ArgumentParser, ExitCode, UserError
 from recipe.utils.files import replace_file
 from recipe.utils.log import set_up_logging

@@ -23,7 +23,7 @@ from recipe.estimate.memory import flops_per_token
 from recipe.monitor.progress import Progress
 from recipe.monitor.trackers import Tracker
 from recipe.optim.schedule import lr_at
-from recipe.utils.checkpoints import read_metrics
+from recipe.utils.checkpoints import read_metrics, val_losses
 from recipe.utils.errors import writing
 from recipe.utils.files import replace_file
 
@@ -326,9 +326,3 @@ def time_to_decay(times: dict[str, float], config: Config) -> bool:
     available = AIM * 3600 * config.run.train_hours - times["first_steps"]
     elapsed = times["seconds"] + times["pauses"] - times["first_steps"]
     return elapsed >= (1 - config.optimizer.decay_fraction) * available
-
-
-def val_losses(run: Path) -> dict[int, float]:
-    """{step: validation loss} from a run's metrics.jsonl, if measured and finite. Raises UserError."""
-    records = read_metrics(run / "metrics.jsonl")
-    return {record["step"]: record["val_loss"] for record in records if record.get("val_loss") is not None}

@@ -55,6 +55,27 @@ def read_metrics(path: Path) -> list[dict]:
     return records
 
 
+def val_losses(run: Path) -> dict[int, float]:
+    """{step: validation loss} from a run's metrics.jsonl, if measured and finite, and over the same tokens as the
+    newest. Raises UserError."""
+    first, paths = 0, checkpoints(run)
+    with suppress(OSError, ValueError, KeyError, TypeError):  # a damaged checkpoint is reported where it is needed
+        first = comparable_from(json.loads((paths[-1] / "trainer_state.json").read_bytes())["about"]) if paths else 0
+    losses = {record["step"]: record.get("val_loss") for record in read_metrics(run / "metrics.jsonl")}
+    return {step: loss for step, loss in losses.items() if loss is not None and step >= first}
+
+
+def comparable_from(parts: list[dict]) -> int:
+    """The first step whose validation loss is over the same tokens as the newest, by the parts of a run in its trainer
+    state: a resume may have changed val_data or eval_tokens."""
+    configs = [part.get("config", {}) for part in parts]
+    tokens = [(Path(config.get("val_data", "")).name, config.get("eval_tokens")) for config in configs]
+    first = len(parts) - 1
+    while first and tokens[first - 1] == tokens[-1]:
+        first -= 1
+    return parts[first]["from_step"] + 1 if first else 0
+
+
 def manifest_of(checkpoint: Path) -> dict[str, tuple[int, str]]:
     """{file name: (bytes, SHA-256)} from a checkpoint's manifest.json. Raises UserError if it is missing or damaged, or
     names a file outside the checkpoint."""

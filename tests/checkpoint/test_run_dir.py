@@ -102,6 +102,9 @@ def test_another_run_is_refused_and_harmless_changes_are_reported(tmp_path, capl
     check_same_run(state, config, tokenizer, tmp_path)
     assert "resuming with max_steps 80 -> 100" in caplog.messages
     assert "the learning rate at step 20 was 0.00075 and is 0.0008 now" in caplog.messages[-1]
+    check_same_run(state, saved | {"val_data": "other"}, tokenizer, tmp_path)
+    message = "validation losses up to step 20 cannot be compared with those that follow: val_data '' -> 'other'"
+    assert message in caplog.messages[-1]
     caplog.clear()
     check_same_run(state | {"config": config}, config, tokenizer, tmp_path)
     assert caplog.messages == []

@@ -278,6 +278,11 @@ def diverging(lines):
     changed("loss", lambda loss: loss + 3, 31)(lines)
 
 
+def diverging_without_validation(lines):
+    changed("val_loss", None, 1)(lines)
+    changed("loss", lambda loss: loss + 3, 31)(lines)
+
+
 @pytest.mark.parametrize(
     ("damage", "kind", "sentence"),
     [
@@ -287,6 +292,8 @@ def diverging(lines):
         (changed("skipped_steps", 2, 20), "note", "2 of 700 steps were skipped"),
         (changed("val_loss", 4.5, 20, 30), "bad", "from 4.50 to 4.58, while the training loss falls"),
         (diverging, "bad", "and the training loss does not fall"),
+        (diverging_without_validation, "bad", r"The training loss has risen from \d\.\d\d to \d\.\d\d: it diverges"),
+        (changed("val_loss", None, 1), "good", "^First loss, skipped steps, divergence: nothing"),
     ],
 )
 def test_problems_are_found_without_a_reference(damage, kind, sentence, tmp_path):
@@ -294,6 +301,16 @@ def test_problems_are_found_without_a_reference(damage, kind, sentence, tmp_path
     damage(lines)
     findings = diagnosed(write_run(tmp_path / "run", lines, config_of(n_layer=5)))
     assert [finding.kind for finding in findings if re.search(sentence, finding.text)] == [kind], findings
+
+
+@pytest.mark.parametrize(("val_data", "kind"), [("easy", "bad"), ("hard", "good")])
+def test_losses_over_other_validation_data_are_no_rise(val_data, kind, tmp_path):
+    """They are higher from step 400 on, where the run was resumed."""
+    lines = lines_of()
+    changed("val_loss", lambda loss: loss + 3 * (loss < 10), [line["step"] >= 400 for line in lines].index(True))(lines)
+    parts = [{"from_step": 0, "config": {"val_data": "easy"}}, {"from_step": 400, "config": {"val_data": val_data}}]
+    run = write_run(tmp_path / "run", lines, config_of(n_layer=5), about=[SHIPPED[0] | part for part in parts])
+    assert [finding.kind for finding in diagnosed(run)] == ["note", kind]
 
 
 # Runs and references
