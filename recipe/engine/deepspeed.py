@@ -199,8 +199,12 @@ def _prepare_environment() -> bool:
 
 def zero_stage() -> int:
     """The ZeRO stage of the launch. Raises UserError if a file cannot be read, or sets more than sharding."""
-    file = Path(os.environ.get(_CONFIG_FILE, ""))
-    if not file.is_file():  # launched from another directory
+    if not (name := os.environ.get(_CONFIG_FILE)):
+        raise UserError(
+            "the launch names no deepspeed_config_file; start from accelerate_configs/zero2.yaml, or name "
+            "ds_configs/zero2.json in your own Accelerate file, in place of its other DeepSpeed settings"
+        )
+    if not (file := Path(name)).is_file():  # launched from another directory
         os.environ[_CONFIG_FILE] = str(file := ROOT / file)
     fields = os.environ.get("ACCELERATE_CONFIG_DS_FIELDS", "").split(",")
     if extra := [name for name in fields if name and not name.startswith(("deepspeed_", "zero3_init"))]:
@@ -215,11 +219,14 @@ def stage_in(file: Path) -> int:
     """The ZeRO stage in DeepSpeed's `file`. Raises UserError if it cannot be read, or sets more than sharding."""
     with reading(file, "the Accelerate file names it as deepspeed_config_file; ds_configs/ has examples"):
         config = dict(json.loads(file.read_bytes()))
-    if (stage := config.get("zero_optimization", {}).get("stage")) not in (1, 2, 3):
-        raise UserError(f"{file}: zero_optimization.stage is {stage}; 1, 2 and 3 are supported")
+    zero = config.get("zero_optimization")
+    if not isinstance(zero, dict):
+        raise UserError(f"{file}: zero_optimization is {zero!r}; write an object, as the files of ds_configs/ do")
+    if (stage := zero.get("stage")) not in (1, 2, 3):
+        raise UserError(f"{file}: zero_optimization.stage is {stage!r}; write a number: 1, 2 or 3")
     for key in config.keys() - {"zero_optimization", "steps_per_print"}:
         if config[key] != "auto":
-            raise UserError(f"{file}: {key} is not about sharding and belongs to the recipe; remove it")
+            raise UserError(f"{file}: remove {key}; only zero_optimization and steps_per_print are read from this file")
     return stage
 
 

@@ -185,9 +185,12 @@ def test_an_fsdp_launch_that_would_not_be_honored_is_refused(monkeypatch, variab
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"train_batch_size": 64}, "train_batch_size is not about sharding and belongs to the recipe; remove it"),
-        ({"optimizer": {"type": "Adam"}}, "optimizer is not about sharding and belongs to the recipe; remove it"),
-        ({"zero_optimization": {"stage": 0}}, "zero_optimization.stage is 0; 1, 2 and 3 are supported"),
+        ({"train_batch_size": 64}, "json: remove train_batch_size; only zero_optimization and steps_per_print are read"),
+        ({"wall_clock_breakdown": True}, "json: remove wall_clock_breakdown; only zero_optimization and steps_per_pri"),
+        ({"zero_optimization": {"stage": 0}}, "zero_optimization.stage is 0; write a number: 1, 2 or 3"),
+        ({"zero_optimization": {"stage": "2"}}, "zero_optimization.stage is '2'; write a number: 1, 2 or 3"),
+        ({"zero_optimization": True}, "zero_optimization is True; write an object, as the files of ds_configs/ do"),
+        ({"zero_optimization": "auto"}, "zero_optimization is 'auto'; write an object, as the files of ds_configs/ do"),
     ],
 )
 def test_a_deepspeed_file_that_sets_more_than_sharding_is_refused(tmp_path, change, message):
@@ -199,6 +202,15 @@ def test_a_deepspeed_file_that_sets_more_than_sharding_is_refused(tmp_path, chan
     (tmp_path / "zero.json").write_text(json.dumps(shipped | change))
     with pytest.raises(UserError, match=message):
         stage_in(tmp_path / "zero.json")
+
+
+def test_a_deepspeed_launch_without_deepspeeds_file_names_one(monkeypatch):
+    """As `accelerate config` writes it for somebody without such a file."""
+    from recipe.engine.deepspeed import zero_stage
+
+    monkeypatch.setenv("ACCELERATE_CONFIG_DS_FIELDS", "zero_stage,zero3_init_flag")
+    with pytest.raises(UserError, match=r"^the launch names no deepspeed_config_file; .*configs/zero2\.yaml, or name ds_"):
+        zero_stage()
 
 
 def test_kaggles_address_of_the_tpu_is_dropped_before_torch_xla_starts(monkeypatch):
