@@ -224,6 +224,13 @@ def stage_in(file: Path) -> int:
         raise UserError(f"{file}: zero_optimization is {zero!r}; write an object, as the files of ds_configs/ do")
     if (stage := zero.get("stage")) not in (1, 2, 3):
         raise UserError(f"{file}: zero_optimization.stage is {stage!r}; write a number: 1, 2 or 3")
+    for key in ("offload_optimizer", "offload_param"):  # Accelerate would replace the optimizer, Muon too, by Adam
+        offload = zero.get(key)
+        if (offload.get("device") if isinstance(offload, dict) else offload) not in (None, "none"):
+            raise UserError(
+                f"{file}: zero_optimization.{key} is not supported; remove it, and to save memory launch with "
+                "accelerate_configs/zero3.yaml or fsdp.yaml"
+            )
     for key in config.keys() - {"zero_optimization", "steps_per_print"}:
         if config[key] != "auto":
             raise UserError(f"{file}: remove {key}; only zero_optimization and steps_per_print are read from this file")

@@ -191,14 +191,22 @@ def test_an_fsdp_launch_that_would_not_be_honored_is_refused(monkeypatch, variab
         ({"zero_optimization": {"stage": "2"}}, "zero_optimization.stage is '2'; write a number: 1, 2 or 3"),
         ({"zero_optimization": True}, "zero_optimization is True; write an object, as the files of ds_configs/ do"),
         ({"zero_optimization": "auto"}, "zero_optimization is 'auto'; write an object, as the files of ds_configs/ do"),
+        # Accelerate would replace the optimizer, Muon too, by DeepSpeed's Adam for CPUs.
+        (
+            {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": True}}},
+            "zero_optimization.offload_optimizer is not supported; remove it, and to save memory launch with accelerate_confi",
+        ),
+        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, "offload_param is not supported; "),
     ],
 )
 def test_a_deepspeed_file_that_sets_more_than_sharding_is_refused(tmp_path, change, message):
     from recipe.engine.deepspeed import stage_in
 
     shipped = json.loads((ROOT / "ds_configs" / "zero1.json").read_text())
-    (tmp_path / "zero.json").write_text(json.dumps(shipped))
-    assert stage_in(tmp_path / "zero.json") == 1
+    for offload in ({}, {"offload_optimizer": {"device": "none", "pin_memory": True}}, {"offload_param": None}):
+        accepted = shipped | {"zero_optimization": shipped["zero_optimization"] | offload}
+        (tmp_path / "zero.json").write_text(json.dumps(accepted))
+        assert stage_in(tmp_path / "zero.json") == 1
     (tmp_path / "zero.json").write_text(json.dumps(shipped | change))
     with pytest.raises(UserError, match=message):
         stage_in(tmp_path / "zero.json")
