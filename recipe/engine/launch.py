@@ -149,3 +149,14 @@ def check_accelerator(accelerator: Accelerator, supported: tuple[DistributedType
             f"the Accelerate file sets mixed_precision {mixed_precision}, the recipe {precision}; "
             "remove it from the file, or pass --precision"
         )
+    # DeepSpeed's options of `accelerate launch`, of which Accelerate drops those that its file could hold.
+    for option in (
+        "gradient_accumulation_steps",
+        "deepspeed_offload_optimizer_device",
+        "deepspeed_offload_param_device",
+    ):
+        if (value := os.environ.get(f"ACCELERATE_{option.upper()}", "none")) not in ("none", "1"):
+            raise UserError(
+                f"the launch sets {option} {value}, which would not be used; remove it: total_batch_tokens and "
+                "micro_batch_size decide the accumulation, and ds_configs/ what is sharded"
+            )

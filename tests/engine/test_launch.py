@@ -143,12 +143,25 @@ def test_a_note_names_a_tpu_that_the_launch_leaves_idle():
         ({"ACCELERATE_MIXED_PRECISION": "bf16"}, "the Accelerate file sets mixed_precision bf16, the recipe fp32"),
         ({"ACCELERATE_DYNAMO_BACKEND": "inductor"}, "compiles with inductor (dynamo_config); remove that, and pass"),
         ({"ACCELERATE_USE_DEEPSPEED": "true"}, "start DeepSpeed with accelerate launch"),
+        (
+            {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"},
+            "the launch sets gradient_accumulation_steps 4, which would not be used; remove it: total_batch_tokens and m",
+        ),
+        (
+            {"ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "cpu"},
+            "the launch sets deepspeed_offload_optimizer_device cpu, which would not be used; remove it",
+        ),
     ],
 )
 def test_an_environment_that_would_change_the_run_is_refused(variables, message):
     result = run_train("--precision", "fp32", "--dry_run", env=variables)
     assert result.returncode == 2
     assert message in result.stderr
+
+
+def test_an_environment_that_changes_nothing_is_accepted():
+    names = "GRADIENT_ACCUMULATION_STEPS=1 DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE=none DEEPSPEED_OFFLOAD_PARAM_DEVICE=none"
+    ok(run_train("--dry_run", env=dict(f"ACCELERATE_{name}".split("=") for name in names.split())))
 
 
 @pytest.mark.parametrize("name", ["OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"])
@@ -185,7 +198,10 @@ def test_an_fsdp_launch_that_would_not_be_honored_is_refused(monkeypatch, variab
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"train_batch_size": 64}, "json: remove train_batch_size; only zero_optimization and steps_per_print are read"),
+        (
+            {"train_batch_size": 64},
+            "json: remove train_batch_size; only zero_optimization and steps_per_print are read",
+        ),
         ({"wall_clock_breakdown": True}, "json: remove wall_clock_breakdown; only zero_optimization and steps_per_pri"),
         ({"zero_optimization": {"stage": 0}}, "zero_optimization.stage is 0; write a number: 1, 2 or 3"),
         ({"zero_optimization": {"stage": "2"}}, "zero_optimization.stage is '2'; write a number: 1, 2 or 3"),
@@ -217,7 +233,9 @@ def test_a_deepspeed_launch_without_deepspeeds_file_names_one(monkeypatch):
     from recipe.engine.deepspeed import zero_stage
 
     monkeypatch.setenv("ACCELERATE_CONFIG_DS_FIELDS", "zero_stage,zero3_init_flag")
-    with pytest.raises(UserError, match=r"^the launch names no deepspeed_config_file; .*configs/zero2\.yaml, or name ds_"):
+    with pytest.raises(
+        UserError, match=r"^the launch names no deepspeed_config_file; .*configs/zero2\.yaml, or name ds_"
+    ):
         zero_stage()
 
 
