@@ -130,6 +130,11 @@ def _notes(config: Config, strategy: Strategy) -> Iterator[str]:
     tasks = max(int(os.environ.get(name, 1)) for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"))
     if tasks > 1 == strategy.runtime.processes.world_size:
         yield f"mpirun or srun has started {tasks} processes, each of which trains alone; use accelerate launch"
+    if {"ACCELERATE_MIXED_PRECISION", "MASTER_PORT"} <= os.environ.keys() and "WORLD_SIZE" not in os.environ:
+        yield (  # distributed_type MULTI_CPU or NO with num_processes 2: Accelerate 1.15 leaves the rest to mpirun
+            "Accelerate has started one process, though its settings are for several; accelerate_configs/ddp.yaml "
+            "starts several, on the CPU with ACCELERATE_USE_CPU=true"
+        )
     if device.type == "cpu" and (busy := hardware.cores_in_use()) > 0.5:
         yield f"other programs use {busy:.1f} of {os.cpu_count()} cores, which slows this run"
     if device.type == "cpu" and (has_tpu() or has_torch_tpu()):

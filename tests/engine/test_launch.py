@@ -145,7 +145,7 @@ def test_a_note_names_a_tpu_that_the_launch_leaves_idle():
         ({"ACCELERATE_USE_DEEPSPEED": "true"}, "start DeepSpeed with accelerate launch"),
         (
             {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"},
-            "the launch sets gradient_accumulation_steps 4, which would not be used; remove it: total_batch_tokens and m",
+            "the launch sets gradient_accumulation_steps 4, which would not be used; remove it: total_batch_tokens",
         ),
         (
             {"ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "cpu"},
@@ -169,6 +169,18 @@ def test_a_note_says_that_processes_of_mpirun_and_srun_train_alone(name):
     """It is no error: each may be meant to train a run of its own."""
     result = ok(run_train("--dry_run", env={name: "2", "ACCELERATE_USE_CPU": "false", "CUDA_VISIBLE_DEVICES": ""}))
     assert "note       mpirun or srun has started 2 processes, each of which trains alone; use acc" in result.stdout
+
+
+def test_a_note_says_that_accelerate_starts_one_process_where_its_file_asks_for_several_on_the_cpu(tmp_path):
+    """distributed_type MULTI_CPU, as `accelerate config` writes it, is for mpirun."""
+    file = tmp_path / "cpu.yaml"
+    file.write_text("distributed_type: MULTI_CPU\nnum_processes: 2\nnum_machines: 1\nuse_cpu: true\n")
+    argv = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", file, "recipe/train.py", "--dry_run"]
+    result = ok(subprocess.run(argv, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300))
+    assert (
+        "note       Accelerate has started one process, though its settings are for several; accelerate_"
+        in result.stdout
+    )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
@@ -210,7 +222,7 @@ def test_an_fsdp_launch_that_would_not_be_honored_is_refused(monkeypatch, variab
         # Accelerate would replace the optimizer, Muon too, by DeepSpeed's Adam for CPUs.
         (
             {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": True}}},
-            "zero_optimization.offload_optimizer is not supported; remove it, and to save memory launch with accelerate_confi",
+            "zero_optimization.offload_optimizer is not supported; remove it, and to save memory launch with a",
         ),
         ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, "offload_param is not supported; "),
     ],
