@@ -9,6 +9,7 @@ from recipe.engine.device import planned_device
 from recipe.engine.launch import check_launch, has_torch_tpu, wants_deepspeed, wants_fsdp, wants_tpu
 from recipe.engine.runtime import Runtime
 from recipe.engine.strategy import Strategy
+from recipe.utils.errors import UserError
 from recipe.utils.processes import Processes
 
 
@@ -42,14 +43,10 @@ def open_strategy(precision: str = "auto", planned: str = "", *, deterministic: 
 
 def _planned_strategy(precision: str, devices: str) -> Strategy:
     """Describes the strategy on `devices` (as in dry_run), sharded as the launch asks. Every process of the launch does
-    the dry run, and the first one prints it. Raises UserError for unknown devices, and if they lack the precision."""
+    the dry run, and the first one prints it. Raises UserError for unknown devices, and if they lack the precision or
+    cannot train so."""
     count, name = hardware.named_devices(devices)
-    rank = int(os.environ.get("RANK", 0))
-    if name in ("TPU V2", "TPU V3"):  # run by torch_xla: one process drives all of them
-        how = f"{count} devices behind one process" if count > 1 else ""
-        runtime = Runtime(Processes(rank, is_main=rank == 0), how=how)
-        return Strategy(planned_device(name, precision, runtime, count), runtime)
-    sharding = ""
+    rank, sharding = int(os.environ.get("RANK", 0)), ""
     if wants_fsdp():
         from recipe.engine.fsdp import take_settings
 
@@ -60,4 +57,13 @@ def _planned_strategy(precision: str, devices: str) -> Strategy:
 
         sharding = f"zero{zero_stage()}"
     runtime = Runtime(Processes(rank, count, rank, min(count, 8), is_main=rank == 0), sharding)
-    return Strategy(planned_device(name, precision, runtime), runtime)
+    if name in ("TPU V2", "TPU V3"):  # run by torch_xla: one process drives all of them
+        how = f"{count} devices behind one process" if count > 1 else ""
+        runtime = Runtime(Processes(rank, is_main=rank == 0), how=how)
+    device = planned_device(name, precision, runtime, count // runtime.processes.world_size)
+    if sharding and device.type != "cuda" and (device.type, sharding) != ("tpu", "fsdp"):
+        file = {"tpu": "tpu-fsdp", "xla": "tpu"}.get(device.type, "single")
+        raise UserError(f"{sharding} does not run on {name}; launch with accelerate_configs/{file}.yaml")
+    if count > 1 and device.type == "mps":
+        raise UserError(f"{devices}: Apple's chips cannot train together; plan for one of them")
+    return Strategy(device, runtime)

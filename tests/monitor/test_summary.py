@@ -79,6 +79,24 @@ def test_a_dry_run_shards_as_the_launch_asks(monkeypatch):
     assert float(zero3["memory"].split()[1]) < float(ddp["memory"].split()[1])
 
 
+@pytest.mark.parametrize(
+    ("devices", "sharding", "message"),
+    [
+        ("v5e-8", "zero2", "zero2 does not run on TPU V5E; launch with accelerate_configs/tpu-fsdp.yaml"),
+        ("v3-8", "zero2", "zero2 does not run on TPU V3; launch with accelerate_configs/tpu.yaml"),
+        ("v3-8", "fsdp", "fsdp does not run on TPU V3; launch with accelerate_configs/tpu.yaml"),
+        ("m1", "fsdp", "fsdp does not run on M1; launch with accelerate_configs/single.yaml"),
+        ("8xm1", "zero1", "zero1 does not run on M1; launch with accelerate_configs/single.yaml"),
+        ("8xm1", "", "8xm1: Apple's chips cannot train together; plan for one of them"),
+    ],
+)
+def test_a_dry_run_refuses_what_the_devices_cannot_run(devices, sharding, message, monkeypatch):
+    monkeypatch.setenv(f"ACCELERATE_USE_{'FSDP' if sharding == 'fsdp' else 'DEEPSPEED'}", str(bool(sharding)))
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", f"ds_configs/{sharding}.json")
+    with pytest.raises(UserError, match=f"^{message}$"):
+        panel(devices)
+
+
 def test_the_time_on_a_device_without_a_known_peak(monkeypatch):
     time = panel("h100", peak_flops=None)["time"]
     assert time == "the peak of this device is not known; the progress shows it after the first steps"
