@@ -32,7 +32,8 @@ as_word = $(call quoted,$(value $(1)))
 # TorchTPU has its own environment, because it changes torch.compile wherever it is installed.
 VENV := $(if $(findstring tpu,$(ACCELERATE)),.venv-tpu,.venv)
 BIN := $(VENV)/bin
-# --quiet: after a process fails, the last line is its error message, not the launcher's traceback.
+# --quiet: after the process fails, the last line is its error message, not the launcher's traceback. With several
+# processes torchrun's traceback follows the message all the same.
 # On Ctrl-C the trainer saves a checkpoint. The launcher ignores Ctrl-C (below) and waits for the trainer; make then ends
 # too, without calling it an error.
 LAUNCH := $(BIN)/accelerate launch --quiet --config_file $(ACCELERATE) $(if $(PROCESSES),--num_processes $(PROCESSES))
