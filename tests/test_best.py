@@ -219,6 +219,9 @@ def test_a_plan_by_dollars_for_other_devices(text, size, length, tmp_path, call_
     for change in (["--device", ""], ["--price_per_hour", "2"], ["--device", "h100"]):
         assert "is for something else" in call_here(*argv, *change, "--dry_run").stderr
     if text == "text.txt":
+        seconds = float(re.search(r"^time       about ([\d.]+) s of ", result.stdout, re.MULTILINE)[1])
+        steps = int(re.search(r"^max_steps: (\d+)", recipe, re.MULTILINE)[1])
+        assert seconds == pytest.approx(0.01 * steps, abs=0.06), "the least that a step takes on a GPU"
         result = ok(call_here(*argv, "--fresh"))
         assert "fresh      the earlier run is kept in runs/rich.old-1" in result.stdout
         assert (tmp_path / "runs/rich/recipe.yaml").read_text() == recipe

@@ -16,18 +16,22 @@ from recipe.utils.units import si
 ASSUMED_MFU = 0.4  # on a CPU, and where nothing was published or measured
 # Our measurement where nothing was published: gpt2, 64 sequences a step (docs/results/h200.json).
 MEASURED_MFU = {"H200": 0.49}
+MIN_STEP_S = 0.01  # of a step on a GPU, whose kernels take as long to launch for the smallest model (docs/log.md, H200)
 
 
 def expected_flops(
-    device: Device, processes: int, model: ModelConfig, *, auto: bool = True
+    device: Device, processes: int, model: ModelConfig, step_flops: float, *, auto: bool = True
 ) -> tuple[float, float, str] | None:
-    """The lowest and highest expected FLOP/s of a training step on all devices of `processes` processes, and the basis
-    of the estimate; None if the peak is not known. A known peak is that of half precision or of the device's best
-    precision, which `auto` says the run uses.
+    """The lowest and highest expected FLOP/s of a training step of `step_flops` on all devices of `processes`
+    processes, and the basis of the estimate; None if the peak is not known. A known peak is that of half precision or
+    of the device's best precision, which `auto` says the run uses.
     """
     if device.peak_flops and (device.precision in ("bf16", "fp16") or auto):
         low, high, basis = mfu_of(device.chip, processes * device.count, model)
-        return low * device.peak_flops * processes, high * device.peak_flops * processes, f"at {basis}"
+        peak, most = device.peak_flops * processes, step_flops / MIN_STEP_S
+        if high * peak > most:
+            basis += f"; a step takes at least {1000 * MIN_STEP_S:g} ms"
+        return min(low * peak, most), min(high * peak, most), f"at {basis}"
     if device.type != "cpu":
         return None
     peak = cpu_flops(device.precision) * processes
@@ -42,7 +46,8 @@ def mfu_of(device: str, count: int, model: ModelConfig) -> tuple[float, float, s
     runs = [run for run in SPEEDS if name and known_name(run.device) == name]
     if not runs and name in MEASURED_MFU:
         mfu = MEASURED_MFU[name]
-        return mfu, mfu, f"{100 * mfu:.0f} % MFU, this project's for 124 M parameters on 1 x {name}"
+        basis = f"{100 * mfu:.0f} % MFU, this project's for 124 M parameters on 1 x {name}"
+        return mfu, mfu, basis + _caveat(1, count)
     if not runs:
         return ASSUMED_MFU, ASSUMED_MFU, f"an assumed {100 * ASSUMED_MFU:.0f} % MFU"
     shapes = {size: ModelConfig(n_layer=layers, n_embd=width) for (layers, width), size in SIZES.items()}
@@ -54,8 +59,13 @@ def mfu_of(device: str, count: int, model: ModelConfig) -> tuple[float, float, s
     low, high = mfus[0][0], mfus[-1][0]
     percent = " to ".join(f"{100 * mfu:.1f}" for mfu in dict.fromkeys((low, high)))
     authors = " and ".join(dict.fromkeys(author for _, author in mfus))
-    setup = f"{si(parameter_count(shape), 'B')} parameters on {nearest.count} x {name}"
+    setup = f"{si(parameter_count(shape), 'B')} parameters on {nearest.count} x {name}{_caveat(nearest.count, count)}"
     return low, high, f"{percent} % MFU, published by {authors} for {setup}"
+
+
+def _caveat(measured: int, count: int) -> str:
+    """What a speed that was measured on fewer devices than `count` does not contain."""
+    return f"; on {count} communication takes more of the time" if measured < count else ""
 
 
 @lru_cache

@@ -49,7 +49,11 @@ class Forecaster:
         self.strategy, self.text, self.vocab_size, self.law = strategy, text, vocab_size, law
         processes, device = strategy.runtime.processes, strategy.device
         self._devices = processes.world_size * device.count
-        expected = {size: expected_flops(device, processes.world_size, model_of(size, vocab_size)) for size in SIZES}
+        expected = {}
+        for size in SIZES:  # with the largest batch that a run on this text has
+            model = model_of(size, vocab_size)
+            batch = batch_tokens(MOST_EPOCHS * text.tokens, model.n_positions * self._devices)
+            expected[size] = expected_flops(device, processes.world_size, model, batch * self.flops(size))
         memory = device.memory or psutil.virtual_memory().available // processes.local_world_size
         self._expected, memory = processes.broadcast_object((expected, memory))  # each process measures its own
         # The sizes that are compared, and what rules out the next larger one.

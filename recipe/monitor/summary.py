@@ -148,13 +148,13 @@ def _notes(config: Config, strategy: Strategy) -> Iterator[str]:
 def _forecast(config: Config, batch: BatchPlan, strategy: Strategy) -> str:
     """How long the run takes."""
     run, opt, device = config.run, config.optimizer, strategy.device
-    flops = opt.max_steps * opt.total_batch_tokens * flops_per_token(config.model, config.data.sequence_length)
-    expected = expected_flops(device, batch.world_size, config.model, auto=run.precision == "auto")
+    flops = opt.total_batch_tokens * flops_per_token(config.model, config.data.sequence_length)  # of a step
+    expected = expected_flops(device, batch.world_size, config.model, flops, auto=run.precision == "auto")
     if not expected:
         unknown_value = "the peak of this device" if not device.peak_flops else f"its peak in {device.precision}"
         return f"time       {unknown_value} is not known; the progress shows it after the first steps"
     low, high, basis = expected
-    times = [flops / speed for speed in dict.fromkeys((high, low))]
+    times = [opt.max_steps * flops / speed for speed in dict.fromkeys((high, low))]
     estimate = " to ".join(map(duration, times))
     if run.price_per_hour:
         estimate += f", {' to '.join(f'${seconds / 3600 * run.price_per_hour:,.0f}' for seconds in times)},"

@@ -1,6 +1,7 @@
 """The opening and the closing panel of a run."""
 
 import dataclasses
+import re
 import shlex
 from types import SimpleNamespace
 
@@ -36,8 +37,14 @@ def test_a_dry_run_for_other_devices_describes_those_devices():
     assert sixteen["engine"] == "DDP over 16 processes on 2 nodes"
     assert sixteen["time"] == (
         "about 47 min 10 s to 51 min 50 s, $24 to $26, at 54.5 to 59.9 % MFU, published by S. Emani with llm.c "
-        "and llm.c for 124 M parameters on 8 x A100"
+        "and llm.c for 124 M parameters on 8 x A100; on 16 communication takes more of the time"
     )
+    # 9 ms a step by the speed of eight, and 10.8 by the lowest
+    spread = panel("128xh100", "--config=gpt2")["time"]
+    assert re.fullmatch(
+        "about 3 min 11 s to 3 min 2. s at .*; on 128 comm.* of the time; a step takes at least 10 ms", spread
+    )
+    assert panel("h100", "--max_steps=1000")["time"].startswith("about 10 s at ")
     assert panel("a100", *argv)["time"].startswith("about 12 h 35 min to 13 h 49 min at 54.5 to 59.9 % MFU")
     # 288,827 and 243,000 tokens/s
     assert panel("v3-8", *argv)["time"].startswith("about 9 h 31 min to 11 h 18 min at 42.2 to 50.2 % MFU, published")
