@@ -19,7 +19,7 @@ from recipe.engine.strategy import Strategy
 from recipe.estimate.memory import ACCURACY, HEADROOM, remedies, state_bytes, step_memory, update_bytes
 from recipe.model.build import build_model
 from recipe.utils.errors import UserError
-from recipe.utils.units import gb, plural
+from recipe.utils.units import gb, plural, si
 
 logger = logging.getLogger(__name__)
 
@@ -118,7 +118,7 @@ class _Search:
             size, peak = candidates[0], estimates[candidates[0]]
             basis = "an estimate; the run itself tries it" if can_try else "an estimate"
         if size:
-            return size, f"{gb(peak)} of {gb(self.memory)}, {basis}"
+            return size, f"{si(peak)}B of {si(self.memory)}B, {basis}"
         return 0, f"it needs about {gb(estimates[1])}, and {gb(budget)} of the device's {gb(self.memory)} may be used"
 
     def _try_sizes(self, config: Config, sizes: list[int], budget: float) -> tuple[int, int]:
