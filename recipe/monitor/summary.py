@@ -41,7 +41,7 @@ def describe(config: Config, batch: BatchPlan, strategy: Strategy, auto_lines: S
     yield from _mixture(config)
     yield _model(config)
     yield _device(config, strategy)
-    yield _engine(strategy)
+    yield _engine(config, strategy)
     yield _batch(config, batch)
     yield from filter(None, auto_lines)
     yield _length(config)
@@ -72,9 +72,10 @@ def _device(config: Config, strategy: Strategy) -> str:
     return f"device     {device.name}, {device.precision}{' (auto)' if run.precision == 'auto' else ''}{compiled}"
 
 
-def _engine(strategy: Strategy) -> str:
+def _engine(config: Config, strategy: Strategy) -> str:
     processes = strategy.runtime.processes
-    nodes = f" on {plural(processes.nodes, 'node')}" if processes.world_size > 1 else ""
+    known = not (config.run.plan_device and strategy.device.type == "tpu")  # hosts have 1 to 8 chips, by the slice
+    nodes = f" on {plural(processes.nodes, 'node')}" if processes.world_size > 1 and known else ""
     return f"engine     {strategy.runtime.how or 'one device'}{nodes}"
 
 
