@@ -117,7 +117,7 @@ def named_devices(text: str) -> tuple[int, str]:
             for family in ("", "RTX ", "TPU "):
                 if (device := f"{family}{variant}") in DEVICES:
                     return int(count), device
-    raise UserError(f"{text!r} is not a known device; use one of {', '.join(DEVICES)}")
+    raise UserError(f"{text!r} is not a known device; use one of {', '.join(DEVICES)}; M1, M2 ... are Apple's")
 
 
 def set_up_allocator() -> None:

@@ -44,7 +44,10 @@ def test_a_dry_run_for_other_devices_describes_those_devices():
     assert re.fullmatch(
         "about 3 min 11 s to 3 min 2. s at .*; on 128 comm.* of the time; a step takes at least 10 ms", spread
     )
-    assert panel("h100", "--max_steps=1000")["time"].startswith("about 10 s at ")
+    small = panel("h100", "--max_steps=1000", "--micro_batch_size=auto")
+    memory = small["memory"].split()
+    assert f": {memory[1]} {memory[2]} of 80 GB, an estimate" in small["micro"], "in the same unit"
+    assert small["time"].startswith("about 10 s at ")
     assert panel("a100", *argv)["time"].startswith("about 12 h 35 min to 13 h 49 min at 54.5 to 59.9 % MFU")
     # 288,827 and 243,000 tokens/s
     assert panel("v3-8", *argv)["time"].startswith("about 9 h 31 min to 11 h 18 min at 42.2 to 50.2 % MFU, published")
@@ -68,13 +71,14 @@ def test_a_dry_run_for_other_devices_describes_those_devices():
     assert tpu["batch"] == "524,288 tokens = 8 processes x 8 micro-steps x 8 sequences x 1024"
     assert tpu == panel("v5e-8", "--config=kaggle-tpu") == panel("v5litepod-8", "--config=kaggle-tpu")
     assert "GB a device (estimate) of 16.0 GB: state " in tpu["memory"]
-    assert panel("v4-8", "--config=gpt2")["engine"] == "DDP over 4 processes on 1 node"  # Google counts the cores
+    assert panel("v4-8", "--config=gpt2")["engine"] == "DDP over 4 processes"  # Google counts the cores
+    assert panel("v5e-16", "--config=gpt2")["engine"] == "DDP over 16 processes"  # on hosts of 4 or 8
     assert panel("v3-8", "--config=gpt2")["engine"] == "8 devices behind one process"
     assert "at 15.7 % MFU, published by windmaple in JAX" in panel("v6e-8", "--config=gpt2")["time"]
     with pytest.raises(UserError, match="precision bf16 is not supported on T4; use auto, fp16 or fp32"):
         panel("t4", "--precision=bf16")
-    with pytest.raises(UserError, match=r"'h1000' is not a known device; use one of .*H100"):
-        panel("h1000")
+    with pytest.raises(UserError, match=r"'mps' is not a known device; use one of .*H100.*; M1, M2 \.\.\. are Apple's"):
+        panel("mps")
 
 
 def test_a_dry_run_shards_as_the_launch_asks(monkeypatch):
