@@ -16,7 +16,7 @@ from recipe.utils.units import si
 ASSUMED_MFU = 0.4  # on a CPU, and where nothing was published or measured
 # Our measurement where nothing was published: gpt2, 64 sequences a step (docs/results/h200.json).
 MEASURED_MFU = {"H200": 0.49}
-MIN_STEP_S = 0.01  # of a step on a GPU, whose kernels take as long to launch for the smallest model (docs/log.md, H200)
+MIN_STEP_S = 0.01  # of a step on an H200, however small the model (docs/log.md); assumed of all but CPUs
 
 
 def expected_flops(
