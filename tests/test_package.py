@@ -1,0 +1,22 @@
+"""An installation without the clone has every file that the code reads."""
+
+import subprocess
+import sys
+import zipfile
+
+from tests.conftest import ROOT
+
+
+def tracked_files() -> list[str]:
+    return subprocess.check_output(["git", "ls-files", "recipe", "eval"], cwd=ROOT, text=True).splitlines()
+
+
+def test_a_wheel_has_every_file_of_the_packages(tmp_path):
+    for name in ("pyproject.toml", "README.md", "LICENSE", *tracked_files()):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes((ROOT / name).read_bytes())
+    build = "from setuptools import build_meta; print(build_meta.build_wheel('.'))"
+    subprocess.run([sys.executable, "-c", build], cwd=tmp_path, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    missing = set(tracked_files()) - set(zipfile.ZipFile(wheel).namelist())
+    assert {name for name in missing if not name.startswith("recipe/notebooks/")} == set()
