@@ -103,6 +103,8 @@ def save_checkpoint(checkpoint: Checkpoint, files: dict[str, bytes]) -> None:
             (temporary_dir / name).write_bytes(content)
         _save_tensors(checkpoint.weights, temporary_dir / "model.safetensors", {"format": "pt"})
         _save_tensors(checkpoint.optimizer_state, temporary_dir / "optimizer.safetensors")
+        for path in temporary_dir.glob("*.safetensors"):  # safetensors 0.8 lets only their owner read them
+            shutil.copymode(temporary_dir / "trainer_state.json", path)
         paths = sorted(temporary_dir.iterdir())
         manifest = {path.name: {"bytes": path.stat().st_size, "sha256": sha256_of(path)} for path in paths}
         (temporary_dir / "manifest.json").write_text(json.dumps({"files": manifest}, indent=2))

@@ -52,6 +52,11 @@ def test_any_damage_is_detected_and_the_previous_checkpoint_is_used(tmp_path, ca
     assert name in caplog.text or name == "manifest.json"
 
 
+def test_others_may_read_what_the_umask_allows(tmp_path):
+    path = save(tmp_path, 1)
+    assert len({file.stat().st_mode for file in path.iterdir()}) == 1
+
+
 def test_a_run_whose_checkpoints_are_all_damaged_is_refused(tmp_path):
     (save(tmp_path, 1) / "config.json").unlink()
     with pytest.raises(UserError, match="none of its 1 checkpoints is intact; --fresh moves them aside and"):
