@@ -51,7 +51,7 @@ FAST := tests/model/test_gpt2.py tests/data/test_dataset.py $(addprefix tests/te
 # Prints the targets below under their headings, each with its description (the text after ##).
 LIST = awk '/^\#\#@ / {printf "\n%s\n", substr($$0, 5)} /^[a-z-]+:.*\#\# / {split($$0, part, /:.*\#\# /); printf "  make %-14s %s\n", part[1], part[2]}' $(firstword $(MAKEFILE_LIST))
 # Installs into the environment of a target; the constraints file and pip's arguments follow.
-INSTALL = .ci/install $(@D)
+INSTALL = bash .ci/install $(@D)
 
 .DEFAULT_GOAL := start
 .DELETE_ON_ERROR:

@@ -82,7 +82,8 @@ def _commit() -> str | None:
     """The commit of this code, with "+" if files have changed since; None if it is not a clone."""
     if not (ROOT / ".git").exists():  # installed, perhaps inside another repository
         return None
-    command = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=40", "--dirty=+", "--exclude=*"]
+    safe = f"safe.directory={ROOT}"  # the clone may belong to another user, as in a container
+    command = ["git", "-c", safe, "-C", str(ROOT), "describe", "--always", "--abbrev=40", "--dirty=+", "--exclude=*"]
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
