@@ -105,11 +105,12 @@ class Column:
             "choose another text_column"
         )
 
-    def check_is_in(self, names: Iterable[str], location: str) -> None:
-        """Raises UserError if the column is not among `names`."""
+    def check_is_in(self, names: Iterable[str], location: str, hint: str = "") -> None:
+        """Raises UserError, which ends with `hint`, if the column is not among `names`."""
         if self.name not in names:
+            listed = ", ".join(name[:40] for name in names)[:1000]  # a CSV without a header has texts for names
             raise UserError(
-                f"{location}: no column {self.name!r}; there are: {', '.join(names)}. Choose with --text_column"
+                f"{location}: no column {self.name!r}; there are: {listed}. Choose with --text_column{hint}"
             )
 
     def _tokens(self, ids: np.ndarray, location: str) -> np.ndarray:
@@ -253,9 +254,7 @@ class TextFiles:
             file = io.TextIOWrapper(raw, encoding="utf-8-sig", newline="\n")
             if suffix in (".csv", ".tsv"):
                 csv.field_size_limit(2**31 - 1)
-                table = csv.DictReader(file, delimiter="," if suffix == ".csv" else "\t", strict=True)
-                self.column.check_is_in(table.fieldnames or [], str(path))
-                rows = _rows_of(table, self.column.name, path)
+                rows = _rows_of(file, self.column, path)
             elif suffix == ".json" and raw.peek().lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
                 rows = ((f"item {number}", row) for number, row in enumerate(json.load(file), 1))
             elif suffix in (".json", ".jsonl"):
@@ -323,21 +322,31 @@ def _diagnose_encoding(path: Path) -> tuple[str, str]:
     return "-f LATIN1", "not UTF-8 text; convert it, for example from Latin-1"
 
 
-def _rows_of(table: csv.DictReader, column: str, path: Path) -> Iterator[tuple[str, dict]]:
-    """Yields (location, row). Raises UserError for a row without exactly the header's fields: text would be lost."""
-    fields = table.fieldnames or []
+def _rows_of(file: io.TextIOWrapper, column: Column, path: Path) -> Iterator[tuple[str, dict]]:
+    """Yields (location, row) of a table; of the row, only the column. Raises UserError for a row that has more fields
+    than the header or ends before the column: text would be lost."""
+    separator, others = (",", "[;\t]") if text_suffix(path) == ".csv" else ("\t", "[;,]")
+    table = csv.reader(file, delimiter=separator, strict=True)
     try:
-        for row in table:
+        rows = filter(None, table)
+        header = next(rows, [])
+        if len(header) == 1 and header[0] != column.name and (other := re.search(others, header[0])):
+            raise UserError(
+                f"{path}: its only column is {header[0][:40]!r}; if {other[0]!r} separates columns, save it with "
+                "commas, or as .tsv with tabs"
+            )
+        if header:  # an empty table is an empty text
+            column.check_is_in(header, str(path), "; does the first line hold column names?")
+        for fields in rows:
             location = f"line {table.line_num}"
-            if any(row.get(None, ())) or row[column] is None:  # empty fields at the end are harmless
-                count = len(fields) + len(row[None]) if None in row else [*row.values()].index(None)
+            if any(fields[len(header) :]) or len(fields) <= header.index(column.name):  # empty fields are harmless
                 raise UserError(
-                    f"{path}, {location}: {plural(count, 'field')}, but the header has {len(fields)}; quote texts "
-                    f"that contain {table.reader.dialect.delimiter!r}"
+                    f"{path}, {location}: {plural(len(fields), 'field')}, but the header has {len(header)}; quote "
+                    f"texts that contain {separator!r}"
                 )
-            yield location, row
+            yield location, {column.name: fields[header.index(column.name)]}
     except csv.Error as error:
-        location = f"{path}, line {table.reader.line_num}"
+        location = f"{path}, line {table.line_num}"
         raise UserError(f"{location}: {error}; is a quote not closed, or the file cut short?") from None
 
 

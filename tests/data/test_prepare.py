@@ -314,7 +314,19 @@ def zipped(data: bytes) -> bytes:
         ("d.csv", b"id,text\n1,a,\n2,b,c\n", r"d\.csv, line 3: 3 fields, but the header has 2; quote texts"),
         ("d.csv", b"text\nFriends, Romans, countrymen\n", r"d\.csv, line 2: 3 fields, but the header has 1; quote"),
         ("d.tsv", b"id\ttext\n1\ta\n2\n", r"d\.tsv, line 3: 1 field, but the header has 2; quote .* contain '\\t'"),
-        ("d.csv", b"id,body\n1,a\n", r"d\.csv: no column 'text'; there are: id, body.*--text_column"),
+        (
+            "d.csv",
+            b"id,body\n1,a\n",
+            r"d\.csv: no column 'text'; there are: id, body.*--text_column; does .* first line hold",
+        ),
+        ("d.csv", b"y" * 3000 + b"\n", r"no column 'text'; there are: y{40}\. Choose"),
+        (
+            "d.csv",
+            b"id;text;note\n1;a;b\n",
+            r"only column is 'id;text;note'; if ';' separates columns, save it with commas",
+        ),
+        ("d.tsv", b"id,text\n1,a\n", r"d\.tsv: its only column is 'id,text'; if ',' separates columns, save it"),
+        ("d.csv", b"", "holds no text"),
         ("d.txt", b"caf\xe9", r"d\.txt: not UTF-8 text; convert it.*\niconv -f LATIN1 -t UTF-8 .*d\.txt > NEW\.txt"),
         (
             "d.txt",
