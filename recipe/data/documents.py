@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import re
-import shlex
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -36,6 +35,10 @@ LONGEST_PIECE = 1 << 20
 # No GPT-2 token spans a visible character and a blank after it, so cutting between them does not change the tokens.
 _SAFE_CUT = re.compile(r"\S(?=[ \n])")
 _BATCH_CHARS = 1 << 17  # characters that a thread tokenizes at once; more if one piece is longer
+_NOT_UTF8 = (
+    "not UTF-8 text; unpack it if it is an archive, name other files, or convert it:\n"
+    "iconv -f ENCODING -t UTF-8 FILE > NEW, where ENCODING is often CP1252 or UTF-16 (-c -f UTF-8: drops bad bytes)"
+)
 _JSON_FORMAT = "expected one object per line, or in .json an array of objects"
 
 Content = str | np.ndarray  # of a piece, never empty: text, or token ids, (tokens,), uint16
@@ -231,10 +234,19 @@ class TextFiles:
         document_count, first_file = (stream["document"], stream["state"]) if stream else (0, 0)
         for number, path in enumerate(self.paths[first_file:], first_file):
             file_start = {"document": document_count, "state": number} if number else None
-            with _reading_text(path):
+            with self._reading(path):
                 for piece_number, content in self._pieces_in(path, self._starts[number]):
                     document_count += piece_number == 0
                     yield Piece(document_count - 1, content, file_start)
+
+    @contextmanager
+    def _reading(self, path: Path) -> Generator[None, None, None]:
+        """Like `reading`, with the ways out for a file that is not UTF-8."""
+        try:
+            with reading(path, "is it complete?"):
+                yield
+        except UserError as error:
+            raise UserError(f"{path}: {_NOT_UTF8}" if isinstance(error.__cause__, UnicodeError) else error) from None
 
     def _pieces_in(self, path: Path, start: int) -> Iterator[tuple[int, Content]]:
         """Yields (index of the piece in its document, piece) for a file."""
@@ -283,43 +295,6 @@ class TextFiles:
 def _size_of(path: Path) -> int:
     with reading(path, "fetch what it links to, or remove it" if path.is_symlink() else "is it still there?"):
         return path.stat().st_size
-
-
-@contextmanager
-def _reading_text(path: Path) -> Generator[None, None, None]:
-    """Like `reading`; if a file is not UTF-8, the error holds the command that converts it."""
-    try:
-        with reading(path, "is it complete?"):
-            yield
-    except UserError as error:
-        if isinstance(error.__cause__, UnicodeError):
-            if text_suffix(path) == ".parquet":
-                raise UserError(f"{path}: a text in it is not UTF-8; convert it, or name other files") from None
-            name, codec = shlex.quote(str(path)), PACKED.get(path.suffix.lower(), "")
-            option, reason = _diagnose_encoding(path)
-            if not option:
-                raise UserError(f"{path}: {reason}") from None
-            convert = f"iconv {option} -t UTF-8"
-            convert = f"{codec.replace('bz2', 'bzip2')} -dc {name} | {convert}" if codec else f"{convert} {name}"
-            way_out = f"{convert} > NEW{text_suffix(path) or '.txt'}"
-            raise UserError(f"{path}: {reason}, or name other files:\n{way_out}") from None
-        raise
-
-
-def _diagnose_encoding(path: Path) -> tuple[str, str]:
-    """iconv's options for a file that is not UTF-8, "" if it is not text, and advice; judged by its first 16 MiB."""
-    with path.open("rb") as packed_file:
-        head = pa.input_stream(packed_file, PACKED.get(path.suffix.lower())).read(1 << 24)
-    if head[:2] in (b"\xff\xfe", b"\xfe\xff"):  # byte order marks
-        return "-f UTF-16", "not UTF-8 text; convert it from UTF-16"
-    if len(head) / 1000 < head.count(0) < len(head) / 4:
-        return "", "not text; unpack it if it is an archive, or make .txt, .jsonl or .parquet of it"
-    text = head.decode(errors="replace")
-    if sum(character > "\x7f" for character in text) > 2 * text.count("\ufffd"):
-        return "-c -f UTF-8", "some bytes are not UTF-8; drop them"
-    if re.search(rb"[\x80-\x9f]", head):  # control characters in Latin-1, quotes and dashes in Windows-1252
-        return "-f CP1252", "not UTF-8 text; convert it, for example from Windows-1252"
-    return "-f LATIN1", "not UTF-8 text; convert it, for example from Latin-1"
 
 
 def _rows_of(file: io.TextIOWrapper, column: Column, path: Path) -> Iterator[tuple[str, dict]]:
