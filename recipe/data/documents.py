@@ -105,7 +105,7 @@ class Column:
             return self._tokens(np.array(value, np.int64), location)
         raise UserError(
             f"{location}: column {self.name!r} holds {type(value).__name__}, neither text nor a list of token ids; "
-            "choose another text_column"
+            "choose another text_column (docs/data.md converts chats)"
         )
 
     def check_is_in(self, names: Iterable[str], location: str, hint: str = "") -> None:
@@ -329,7 +329,7 @@ def _parse_json(line: str, location: str):
     try:
         return json.loads(line)
     except ValueError as error:
-        raise UserError(f"{location}: not JSON ({error}); {_JSON_FORMAT}") from None
+        raise UserError(f"{location}: not a JSON object on one line ({error}); {_JSON_FORMAT}") from None
 
 
 def _file_identity(path: Path) -> dict:

@@ -304,9 +304,19 @@ def zipped(data: bytes) -> bytes:
 @pytest.mark.parametrize(
     ("name", "data", "message"),
     [
-        ("d.jsonl", b'{"text": "a"}\n{"text"', r"d\.jsonl, line 2: not JSON"),
+        ("d.jsonl", b'{"text": "a"}\n{"text"', r"d\.jsonl, line 2: not a JSON object on one line \("),
+        (
+            "d.json",
+            b'{\n "text": "a"\n}\n',
+            r"d\.json, line 1: not a JSON object on one line .*; expected one object per line",
+        ),
         ("d.jsonl", b"[1]\n", r"line 1: a JSON list; expected one object per line"),
         ("d.jsonl", b'{"text": 5}\n', "column 'text' holds int, neither text nor a list of token ids"),
+        (
+            "d.jsonl",
+            b'{"text": [{"role": "user"}]}\n',
+            r"'text' holds list, neither .* \(docs/data\.md converts chats",
+        ),
         ("d.jsonl.gz", zipped(b'{"text": "a"}\n' * 9000)[:-20], r"d\.jsonl\.gz cannot be read .*complete"),
         ("d.parquet", b"nonsense", r"d\.parquet cannot be read"),
         ("d.json", b'[{"text": "a"}, 5]', r"d\.json, item 2: a JSON int; expected one object per line, or in \.json"),
@@ -348,6 +358,17 @@ def test_a_file_that_cannot_be_used_is_named_with_a_way_out(tmp_path, name, data
     (tmp_path / "in" / name).write_bytes(data)
     with pytest.raises(UserError, match=message):
         prepare(data_of(tmp_path / "in" / name, tmp_path / "out"))
+
+
+def test_the_documented_way_to_make_text_of_chats(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    (tmp_path / "chats.jsonl").write_text(f"{json.dumps({'messages': turns})}\n" * 2)
+    page = (ROOT / "docs" / "data.md").read_text()
+    (code,) = [block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "chats" in block]
+    exec(code, {})
+    prepare(data_of("texts.jsonl", tmp_path / "out", val_fraction=0))
+    assert tokens_in(tmp_path / "out", "train") == tokens_of(["user: Hi\nassistant: Hello"] * 2)
 
 
 def test_the_command_makes_the_same_shards_and_summarizes_them(reference, tmp_path, capsys):
