@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from itertools import accumulate, groupby
 from operator import itemgetter
 from pathlib import Path
+from statistics import mode
 from typing import BinaryIO
 
 import numpy as np
@@ -199,7 +200,7 @@ class TextFiles:
     def __init__(self, name: str, column: Column):
         """`name` is a file, a glob or a directory; `paths` is empty if no text file matches. `size` is the
         number of bytes, and `position` that of the bytes read. Raises UserError for a broken link."""
-        (self.paths, self._skipped), self.column = text_files(name), column
+        (self.paths, self._skipped), self._directory, self.column = text_files(name), Path(name), column
         self._starts = [0, *accumulate(map(_size_of, self.paths))]
         self.size, self.position = self._starts[-1], 0
 
@@ -241,12 +242,16 @@ class TextFiles:
 
     @contextmanager
     def _reading(self, path: Path) -> Generator[None, None, None]:
-        """Like `reading`, with the ways out for a file that is not UTF-8."""
+        """Like `reading`, with the ways out for a file that is not UTF-8, or is in a directory with files of another
+        kind."""
         try:
             with reading(path, "is it complete?"):
                 yield
         except UserError as error:
-            raise UserError(f"{path}: {_NOT_UTF8}" if isinstance(error.__cause__, UnicodeError) else error) from None
+            problem = f"{path}: {_NOT_UTF8}" if isinstance(error.__cause__, UnicodeError) else str(error)
+            if self._directory.is_dir() and (others := [o.suffix for o in self.paths if o.suffix != path.suffix]):
+                problem += f"; to read one kind of file, name a glob: '{self._directory}/**/*{mode(others)}'"
+            raise UserError(problem) from None
 
     def _pieces_in(self, path: Path, start: int) -> Iterator[tuple[int, Content]]:
         """Yields (index of the piece in its document, piece) for a file."""

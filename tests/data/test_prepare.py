@@ -360,6 +360,20 @@ def test_a_file_that_cannot_be_used_is_named_with_a_way_out(tmp_path, name, data
         prepare(data_of(tmp_path / "in" / name, tmp_path / "out"))
 
 
+def test_one_bad_file_among_others_proposes_a_glob_of_the_others(tmp_path):
+    notes = tmp_path / "notes"
+    (notes / "sub").mkdir(parents=True)
+    (notes / "sub" / "a.md").write_text(DOCUMENTS[0])
+    (notes / "b.md").write_text(DOCUMENTS[1])
+    (notes / "c.csv").write_text("id,body\n1,a\n")
+    with pytest.raises(UserError, match=r"c\.csv: no column 'text'; .* a glob: '(.+)'$") as error:
+        prepare(data_of(notes, tmp_path / "out"))
+    glob = str(error.value).split("'")[-2]
+    assert glob == f"{notes}/**/*.md"
+    prepare(data_of(glob, tmp_path / "out", val_fraction=0))
+    assert tokens_in(tmp_path / "out", "train") == tokens_of([DOCUMENTS[1], DOCUMENTS[0]])
+
+
 def test_the_documented_way_to_make_text_of_chats(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
