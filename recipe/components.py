@@ -141,7 +141,7 @@ def check_inputs(config: Config, batch: BatchPlan, processes: Processes) -> None
     the Hub is not checked without a network. A collective call."""
     steps = 0 if config.undecided else config.optimizer.max_steps
     data_checks = [partial(check_dataset, entry, batch, steps) for entry in data_sets(config.data)]
-    checks = [*data_checks, partial(check_init_from, config.model), partial(_check_run_directory, config)]
+    checks = [*data_checks, partial(check_init_from, config), partial(_check_run_directory, config)]
     with processes.shared_error("the inputs cannot be read"):
         for check in checks if processes.is_main else []:
             try:

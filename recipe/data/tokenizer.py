@@ -95,6 +95,10 @@ class GPT2Tokenizer:
         """The text of tokens: UTF-8 if they form complete characters."""
         return encoding().decode_bytes(ids)
 
+    def vocabulary(self) -> dict[str, int]:
+        """{token in byte-level BPE's alphabet: id}, with the added tokens."""
+        return hf_tokenizer().get_vocab()
+
     def save(self, directory: Path, max_length: int) -> None:
         """Writes the files that `AutoTokenizer.from_pretrained(directory)` loads, for `max_length` positions."""
         hf_tokenizer(max_length).save_pretrained(directory)
@@ -107,7 +111,7 @@ class OwnTokenizer(GPT2Tokenizer):
         """Raises UserError for a tokenizer that cannot be loaded, or cannot make shards."""
         self._tokenizer = _load(name)
         self.name = Path(name).resolve().name if Path(name).exists() else name
-        self.vocab_size = max(self._tokenizer.get_vocab().values()) + 1
+        self.vocab_size = max(self.vocabulary().values()) + 1
         self.end_of_text, self.end_of_text_token = self._tokenizer.eos_token_id, self._tokenizer.eos_token
         self._bpe = copy.deepcopy(self._tokenizer.backend_tokenizer)
         self._bpe.encode_special_tokens = True
@@ -123,6 +127,10 @@ class OwnTokenizer(GPT2Tokenizer):
     def decode(self, ids: list[int]) -> bytes:
         """Like GPT2Tokenizer's; incomplete characters become U+FFFD."""
         return self._bpe.decode(ids, skip_special_tokens=False).encode()
+
+    def vocabulary(self) -> dict[str, int]:
+        """Like GPT2Tokenizer's."""
+        return self._tokenizer.get_vocab()
 
     def save(self, directory: Path, max_length: int) -> None:
         """Like GPT2Tokenizer's. Without a padding token of its own, end-of-text becomes that."""

@@ -3,17 +3,18 @@
 from functools import partial
 from pathlib import Path
 
+from tokenizers import Tokenizer
 from transformers import GPT2Config
 
-from recipe.config import SHAPE_FIELDS, Config, ModelConfig
+from recipe.config import SHAPE_FIELDS, Config
 from recipe.data.tokenizer import open_tokenizer
 from recipe.model.gpt2 import GPT2LMHeadModel, check_supported, read_config, read_weights, weight_files
 from recipe.model.loss import next_token_loss
 from recipe.utils.checkpoints import checkpoints
 from recipe.utils.download import on_this_disk
-from recipe.utils.errors import UserError
+from recipe.utils.errors import UserError, reading
 
-_MODEL_FILES = ["config.json", "model.safetensors", "model-*-of-*.safetensors"]
+_MODEL_FILES = ["config.json", "tokenizer.json", "model.safetensors", "model-*-of-*.safetensors"]
 _REQUIRED = "config.json and model.safetensors"
 
 
@@ -46,26 +47,39 @@ def build_model(
     )
     if fields.init_from and load_init_from:
         directory = on_this_disk(fields.init_from, "init_from", _MODEL_FILES, _REQUIRED)
-        _check_config(fields, directory)
+        _check_config(config, directory)
         model.load_weights(read_weights(directory), fields.init_from)
     return model
 
 
-def check_init_from(model: ModelConfig) -> None:
-    """Checks `init_from` for a dry run. Raises UserError if it is missing or has another architecture, and Unreachable
-    if the Hub does not answer. Weights are neither read nor downloaded."""
-    if not model.init_from:
+def check_init_from(config: Config) -> None:
+    """Checks `init_from` for a dry run. Raises UserError if it is missing or has another architecture or vocabulary,
+    and Unreachable if the Hub does not answer. Weights are neither read nor downloaded."""
+    name = config.model.init_from
+    if not name:
         return
-    directory = on_this_disk(model.init_from, "init_from", _MODEL_FILES[:1], _REQUIRED)
-    if directory == model.init_from:
+    directory = on_this_disk(name, "init_from", _MODEL_FILES[:2], _REQUIRED)
+    if directory == name:
         weight_files(directory)
-    _check_config(model, directory)
+    _check_config(config, directory)
 
 
-def _check_config(model: ModelConfig, directory: str) -> None:
+def _check_config(config: Config, directory: str) -> None:
+    model, tokenizer = config.model, open_tokenizer(config.data.tokenizer)
     if not (Path(directory) / "config.json").is_file() and (steps := checkpoints(Path(directory))):
         raise UserError(f"init_from {model.init_from} is a run; name a checkpoint of it, such as {steps[-1]}")
     init_config = read_config(directory)
+    is_same = init_config.vocab_size == model.vocab_size
+    if (path := Path(directory) / "tokenizer.json").is_file():
+        with reading(path, "copy or download it again"):
+            vocabulary = Tokenizer.from_file(str(path)).get_vocab()
+        # Not by the digest: that of GPT-2's tokenizer in a directory is not "gpt2".
+        is_same &= tokenizer.vocabulary().items() <= vocabulary.items()
+    if not is_same:
+        raise UserError(
+            f"init_from {model.init_from} has another vocabulary ({init_config.vocab_size:,} tokens) than tokenizer "
+            f"{tokenizer.name} ({model.vocab_size:,} tokens); add --tokenizer {model.init_from}"
+        )
     shapes = {k: getattr(init_config, k) for k in SHAPE_FIELDS}
     if mismatches := [f"{k} {v} (recipe: {getattr(model, k)})" for k, v in shapes.items() if v != getattr(model, k)]:
         raise UserError(f"init_from {model.init_from} has {', '.join(mismatches)}; set the recipe's fields to match")

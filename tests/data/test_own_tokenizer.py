@@ -5,12 +5,13 @@ import json
 import math
 import re
 import shutil
+import subprocess
 
 import numpy as np
 import pytest
 from huggingface_hub import ModelCard
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, PreTrainedTokenizerFast
 
 from eval import common
 from eval.curves import dataset_of, read_run
@@ -152,6 +153,12 @@ CHANGES = {
 }
 
 
+def permute_tokens(definition: dict, config: dict) -> None:
+    """Exchanges the ids of two letters, which keeps the size."""
+    vocabulary = definition["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+
+
 def changed_copy(source, directory, change=lambda definition, config: None) -> str:
     """A copy of a tokenizer's directory with a change in its files, and with another layout of their JSON."""
     shutil.copytree(source, directory)
@@ -190,6 +197,28 @@ def test_a_run_or_shards_of_another_tokenizer_are_refused(trained_run, tmp_path)
     assert f"{data} holds shards of another tokenizer" in message
     message = refused(tokenizer=other, output_dir=tmp_path / "run", dataset_name=data, train_text=root / "text.txt")
     assert "holds shards of another text or with other settings: tokenizer was" in message
+
+
+def test_weights_of_another_vocabulary_are_refused(trained_run, tmp_path):
+    """Of the same size or not; GPT-2's is the same by any name and from any directory."""
+    root, _ = trained_run
+    checkpoint, exported = root / "run" / "step_00000020", tmp_path / "exported"
+    similar = changed_copy(root / "own", tmp_path / "similar", permute_tokens)
+    GPT2Config(n_layer=2, n_head=2, n_embd=32, n_positions=64).save_pretrained(exported)
+    open_tokenizer("gpt2").save(exported, 64)
+    (exported / "model.safetensors").touch()
+
+    def start(tokenizer: str, init_from, *options: str) -> subprocess.CompletedProcess:
+        paths = {"tokenizer": tokenizer, "init_from": init_from, "output_dir": tmp_path / "run"}
+        return run_train(*run_flags(root, **paths), *options, cwd=tmp_path)
+
+    for tokenizer, size in ((similar, "600"), ("gpt2", "50,257")):
+        result = start(tokenizer, checkpoint)
+        assert result.returncode == 2, result.stdout + result.stderr
+        assert f"init_from {checkpoint} has another vocabulary (600 tokens) than tokenizer " in result.stderr
+        assert f"({size} tokens); add --tokenizer {checkpoint}" in result.stderr
+    for tokenizer, init_from in ((str(root / "own"), checkpoint), ("gpt2", exported), (str(exported), exported)):
+        ok(start(tokenizer, init_from, "--dry_run"))
 
 
 def test_tokenizers_that_cannot_make_shards_are_refused(tmp_path):
