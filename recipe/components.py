@@ -136,6 +136,14 @@ def _model_and_optimizer(
     return raw_model, model, optimizer
 
 
+def check_initial_weights(config: Config, processes: Processes) -> None:
+    """Raises UserError, on all processes, if a new run could not start from its `init_from`: before its text is
+    prepared, which may take hours. A dry run checks it with its other inputs. A collective call."""
+    with processes.shared_error("init_from cannot be loaded"):
+        if processes.is_main and not (config.run.dry_run or newest_state(config.run)):
+            check_init_from(config)
+
+
 def check_inputs(config: Config, batch: BatchPlan, processes: Processes) -> None:
     """Raises UserError, on all processes, if the run could not open its data, `init_from` or its directory. What is on
     the Hub is not checked without a network. A collective call."""

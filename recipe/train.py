@@ -25,6 +25,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 from recipe.components import (
     Components,
+    check_initial_weights,
     check_inputs,
     check_same_launch,
     is_complete,
@@ -74,7 +75,9 @@ def run(config: Config, strategy: Strategy) -> ExitCode:
     """Runs training from the configuration to the closing panel."""
     processes, stop = strategy.runtime.processes, strategy.runtime.stop
     check_same_launch(config, strategy)
-    config = with_steps(with_vocabulary(config, processes), processes)
+    config = with_vocabulary(config, processes)
+    check_initial_weights(config, processes)
+    config = with_steps(config, processes)
     config, loss_line = fused_loss(config, strategy)
     config, micro_batch_line = micro_batch(config, strategy)
     batch = batch_arithmetic(config, processes.world_size, strategy.device.count)

@@ -220,6 +220,26 @@ MISTAKES = {
         "old/model.safetensors cannot be read (Error while deserializing header: ",
         "copy or download it again",
     ),
+    "weights of a run, for a text that is not prepared": (
+        lambda box: box.train(box.path / "new", train_text=SHAKESPEARE, init_from=box.finished),
+        "whole is a run; name a checkpoint of it, such as ",
+    ),
+    "no weights, for a text that is not prepared": (
+        lambda box: box.train(box.path / "new", train_text=SHAKESPEARE, init_from=box.path),
+        ": no model.safetensors; ",
+    ),
+    "weights of another shape, for epochs of a text that is not prepared": (
+        lambda box: flags(
+            **{k: v for k, v in TINY.items() if k not in ("max_steps", "n_layer")},
+            n_layer=1,
+            num_train_epochs=1,
+            dataset_name=box.path / "new",
+            train_text=SHAKESPEARE,
+            init_from=box.finished / "step_00000020",
+            output_dir=box.run,
+        ),
+        "step_00000020 has n_layer 2 (recipe: 1); set the recipe's fields to match",
+    ),
     "run_name": (lambda box: box.train(run_name="../x"), "run_name '../x' must be letters", "output_dir"),
 }
 

@@ -225,6 +225,8 @@ def test_fine_tuning_starts_from_given_weights(shards, whole_run, tmp_path):
     settings = {"init_from": run / "step_00000020", "max_steps": 2, "warmup_steps": 0, "learning_rate": 1e-6}
     tuned, _ = train(shards, tmp_path / "run", **settings)
     assert tuned[0]["val_loss"] == pytest.approx(lines[20]["val_loss"], abs=1e-5)
+    resumed, _ = train(shards, tmp_path / "run", **settings | {"init_from": tmp_path / "gone", "max_steps": 3})
+    assert 3 in resumed
 
 
 @pytest.mark.parametrize(

@@ -53,21 +53,18 @@ def build_model(
 
 
 def check_init_from(config: Config) -> None:
-    """Checks `init_from` for a dry run. Raises UserError if it is missing or has another architecture or vocabulary,
+    """Checks `init_from` before a run. Raises UserError if it is missing or has another architecture or vocabulary,
     and Unreachable if the Hub does not answer. Weights are neither read nor downloaded."""
-    name = config.model.init_from
-    if not name:
-        return
-    directory = on_this_disk(name, "init_from", _MODEL_FILES[:2], _REQUIRED)
-    if directory == name:
-        weight_files(directory)
-    _check_config(config, directory)
+    if name := config.model.init_from:
+        _check_config(config, on_this_disk(name, "init_from", _MODEL_FILES[:2], _REQUIRED))
 
 
 def _check_config(config: Config, directory: str) -> None:
     model, tokenizer = config.model, open_tokenizer(config.data.tokenizer)
     if not (Path(directory) / "config.json").is_file() and (steps := checkpoints(Path(directory))):
         raise UserError(f"init_from {model.init_from} is a run; name a checkpoint of it, such as {steps[-1]}")
+    if directory == model.init_from:  # first: a missing config.json would be read as GPT-2's
+        weight_files(directory)
     init_config = read_config(directory)
     is_same = init_config.vocab_size == model.vocab_size
     if (path := Path(directory) / "tokenizer.json").is_file():

@@ -217,6 +217,7 @@ def test_weights_of_another_vocabulary_are_refused(trained_run, tmp_path):
         assert result.returncode == 2, result.stdout + result.stderr
         assert f"init_from {checkpoint} has another vocabulary (600 tokens) than tokenizer " in result.stderr
         assert f"({size} tokens); add --tokenizer {checkpoint}" in result.stderr
+        assert not (tmp_path / "data").exists()  # nothing was tokenized
     for tokenizer, init_from in ((str(root / "own"), checkpoint), ("gpt2", exported), (str(exported), exported)):
         ok(start(tokenizer, init_from, "--dry_run"))
 
