@@ -203,15 +203,15 @@ def files_of(checkpoint: Path, *, state: bool = False) -> list[Path]:
     return sorted(checkpoint / name for name in (names | {"manifest.json"} if state else names - _TRAINING_FILES))
 
 
-def newest_intact(run_dir: Path, *, locked: bool = False) -> Path | None:
-    """The newest checkpoint whose files all verify; None if there are no checkpoints. Damaged ones are skipped with a
+def newest_intact(run_dir: Path, *, locked: bool = False, to_resume: bool = True) -> Path | None:
+    """The newest checkpoint that `verify` finds intact; None if there is none at all. Damaged ones are skipped with a
     warning and, if this process has `locked` the run, renamed, so that `save_total_limit` does not count them. Raises
     UserError if one cannot be read, which may be temporary, or if all are damaged: only the user may start over."""
     while paths := checkpoints(run_dir):
         newest_problem = ""
         for path in reversed(paths):
             try:
-                problems = verify(path)
+                problems = verify(path, to_resume=to_resume)
             except OSError as error:
                 raise UserError(
                     f"{path} cannot be read: {error.strerror}; try again, or move it out of {run_dir} to continue from "
@@ -228,16 +228,16 @@ def newest_intact(run_dir: Path, *, locked: bool = False) -> Path | None:
             logger.warning("skipping %s: %s", path, problems[0])
             newest_problem = newest_problem or f"{path.name}: {problems[0]}"
         else:
+            way_out = "; --fresh moves them aside and starts over" if to_resume else ""
             raise UserError(
-                f"{run_dir}: none of its {len(paths)} checkpoints is intact; --fresh moves them aside and starts over. "
-                f"The newest is {newest_problem}"
+                f"{run_dir}: none of its {len(paths)} checkpoints is intact{way_out}. The newest is {newest_problem}"
             )
     return None
 
 
-def verify(path: Path) -> list[str]:
-    """The problems of a checkpoint, file by file; empty if it is intact. Reads every byte. Raises OSError if a file
-    exists and cannot be read."""
+def verify(path: Path, *, to_resume: bool = True) -> list[str]:
+    """The problems of a checkpoint, file by file; empty if it is intact. Reads every byte, except for the optimizer's
+    state where it is not `to_resume` a run. Raises OSError if a file exists and cannot be read."""
     if path.is_symlink() and not path.resolve().is_relative_to(path.parent.resolve()):
         return ["it is a link out of the run's directory"]
     if problem := problem_of(path / "manifest.json"):
@@ -248,7 +248,8 @@ def verify(path: Path) -> list[str]:
         return [str(error)]
     problems = [f"manifest.json does not list {name}" for name in _REQUIRED_FILES if name not in files]
     for name, expected in files.items():
-        if problem := problem_of(path / name, expected):
+        is_needed = to_resume or name != "optimizer.safetensors"
+        if is_needed and (problem := problem_of(path / name, expected)):
             problems.append(f"{name} {problem}")
     return problems
 

@@ -59,10 +59,10 @@ def choose(run: Path, best: bool) -> Path:
     if (run / "manifest.json").is_file():
         if best:
             raise UserError(f"{run} is one checkpoint, but --best chooses among a run's; name {run.resolve().parent}")
-        if problems := verify(run.resolve()):  # `run` may be a link
+        if problems := verify(run.resolve(), to_resume=False):  # `run` may be a link
             raise UserError(f"{run}: {problems[0]}; name its run to take the newest intact checkpoint")
         return run
-    checkpoint = best_intact(run) if best else newest_intact(run)
+    checkpoint = best_intact(run) if best else newest_intact(run, to_resume=False)
     if checkpoint is None:
         if best:
             reason = "none of its checkpoints is intact and was evaluated (eval_steps); omit --best to take the newest"
@@ -76,7 +76,7 @@ def best_intact(run: Path) -> Path | None:
     """The intact checkpoint with the lowest validation loss in metrics.jsonl, among those still on disk."""
     losses = val_losses(run)
     for loss, path in sorted((losses[step_of(path)], path) for path in checkpoints(run) if step_of(path) in losses):
-        if not verify(path):
+        if not verify(path, to_resume=False):
             logger.info("best       %s has the lowest validation loss of those kept, %.4f", path, loss)
             return path
     return None

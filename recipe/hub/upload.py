@@ -99,7 +99,7 @@ class Uploads:
         api = HfApi()
         open_repository(api, self.repo, self.private)
         for branch, checkpoint in branches.items():
-            if problems := verify(checkpoint):
+            if problems := verify(checkpoint, to_resume=self.state):
                 logger.warning("upload     %s is refused: %s: %s", branch, checkpoint, problems[0])
             else:
                 self._commit(api, branch, checkpoint)

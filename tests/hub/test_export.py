@@ -96,6 +96,22 @@ def test_the_best_is_the_intact_checkpoint_with_the_lowest_validation_loss(whole
         export.export(run / "step_00000020", tmp_path / "other")
 
 
+def test_an_export_does_not_need_the_optimizer_state(whole_run, tmp_path, capsys):
+    """Nor does its error propose to start the run over."""
+    run, out = shutil.copytree(whole_run[0], tmp_path / "run"), tmp_path / "out"
+    for checkpoint in checkpoints(run):
+        (checkpoint / "optimizer.safetensors").unlink()
+    for arguments in ([run], [run, "--best"], [run / "step_00000010"]):
+        assert export.main([*map(str, arguments), "--out", str(out), "--force"]) == 0, capsys.readouterr().err
+        assert {p.name for p in out.iterdir()} == FILES
+    for checkpoint in checkpoints(run):
+        (checkpoint / "model.safetensors").unlink()
+    assert export.main([str(run), "--out", str(out), "--force"]) == 2
+    error = capsys.readouterr().err
+    assert "none of its 2 checkpoints is intact. The newest is step_00000020: model.safetensors is missing" in error
+    assert "--fresh" not in error
+
+
 def test_mistakes_of_an_export(whole_run, tmp_path, capsys):
     run, out = whole_run[0], tmp_path / "out"
 
