@@ -152,6 +152,7 @@ def _digest(tokenizer_json: str, end_of_text: int) -> str:
 
 
 _HUB_FILES = ["*token*.json", "config.json", "vocab.json", "merges.txt"]
+_REQUIRED = "tokenizer.json, such as a run's checkpoint: --tokenizer runs/NAME/step_NUMBER"
 
 
 @lru_cache(maxsize=8)
@@ -163,7 +164,7 @@ def open_tokenizer(name: str) -> GPT2Tokenizer:
 def _load(name: str) -> PreTrainedTokenizerFast:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    directory = on_this_disk(name, "tokenizer", _HUB_FILES, "tokenizer.json")
+    directory = on_this_disk(name, "tokenizer", _HUB_FILES, _REQUIRED)
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     except Exception as error:  # the libraries raise many kinds

@@ -43,17 +43,17 @@ def on_this_disk(name: str, field: str, patterns: list[str], required: str) -> s
     """
     if Path(name).exists():
         return name
-    problem = f"{field} {name} is not a directory here, and"
+    problem, way_out = f"{field} {name} is not a directory here, and", f"give a directory that holds {required}"
     try:
         within(HUB_TIMEOUT_S, lambda: HfApi().model_info(name, timeout=HUB_TIMEOUT_S))
         return snapshot_download(name, allow_patterns=patterns)
-    except (HFValidationError, RepositoryNotFoundError) as error:
-        raise UserError(f"{problem} there is no model of that name on the Hub ({first_line(error)})") from None
+    except (HFValidationError, RepositoryNotFoundError):
+        raise UserError(f"{problem} there is no public model of that name on the Hub; {way_out}") from None
     except Exception as error:  # offline: from httpx or httpx2, depending on huggingface_hub's version
         try:
             return snapshot_download(name, allow_patterns=patterns, local_files_only=True)
         except LocalEntryNotFoundError:
             raise Unreachable(
                 f"{problem} the Hub cannot be reached ({first_line(error)}). Is this machine offline? Connect it, or "
-                f"give a directory that holds {required}"
+                f"{way_out}"
             ) from None

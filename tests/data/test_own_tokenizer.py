@@ -233,6 +233,7 @@ def test_tokenizers_that_cannot_make_shards_are_refused(tmp_path):
         save(characters, tmp_path / "characters"): "is not a byte-level BPE, the only kind supported",
         str(tmp_path / "empty"): "cannot be loaded",
         "acme/none": "is not a directory here, and the Hub cannot be reached",
+        "data/text-1a2b3c4d/tokenizer": r"name on the Hub; give .* such as a run's checkpoint: --tokenizer runs/",
     }
     for name, message in cases.items():
         with pytest.raises(UserError, match=message) as error:
