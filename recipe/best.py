@@ -124,7 +124,9 @@ def parse_request(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         raise UserError(f"--tokens {request.tokens:g}: give how many to train on, such as 1e9")
     if not request.tokens and not 3600 * request.hours >= SHORTEST_S:
         raise UserError(f"{request.hours:g} hours: starting takes as long; give {SHORTEST_S / 3600:g} or more")
-    request.given = {flag[2:].partition("=")[0] for flag in flags if flag.startswith("--")} - {"dry_run", "fresh"}
+    # Without run_name: the recipe's place names the run, so that a copy elsewhere is another run.
+    request.given = {flag[2:].partition("=")[0] for flag in flags if flag.startswith("--")}
+    request.given -= {"dry_run", "fresh", "run_name"}
     request.run_name = re.sub(r"[^\w.-]+", "-", f"{Path(request.text).name.partition('.')[0]}-{amount}").strip("-.")
     request.title = f"From recipe/best.py for {amount} of {request.text}"
     if request.price_per_hour:
@@ -179,7 +181,6 @@ def write_recipe(request: argparse.Namespace, flags: list[str], config: Config, 
         fields["train_hours"] = round(seconds / 3600, 4), "what is left of the time; the decay begins by the clock"
     fields["torch_compile"] = torch_compile, "pays in a long run"
     fields |= {name: (config.flat()[name], "as given") for name in sorted(request.given)}
-    fields["run_name"] = config.run.run_name, "where it is"
     head = [
         f"accelerate launch --config_file accelerate_configs/single.yaml recipe/train.py --config {path}",
         request.title,

@@ -2,6 +2,7 @@
 
 import math
 import re
+import shutil
 import subprocess
 import sysconfig
 import time
@@ -226,6 +227,23 @@ def test_a_plan_by_dollars_for_other_devices(text, size, length, tmp_path, call_
         assert "fresh      the earlier run is kept in runs/rich.old-1" in result.stdout
         assert (tmp_path / "runs/rich/recipe.yaml").read_text() == recipe
         assert (tmp_path / "runs/rich.old-1/recipe.yaml").read_text() == recipe
+
+
+@pytest.mark.parametrize(
+    ("argv", "name", "directory", "directory_of_copy"),
+    [
+        ([], "text-0.1h", "runs/text-0.1h", "runs/mine"),
+        (["--run_name", "other"], "other", "runs/other", "runs/mine"),
+        (["--output_dir", "else where/there"], "there", "else where/there", "else where/there"),  # refused by its name
+    ],
+)
+def test_its_recipe_is_that_of_its_run_and_a_copy_that_of_another(argv, name, directory, directory_of_copy, call_here):
+    ok(call_here("--text", "text.txt", "--device", "h100", *argv))
+    run = parse_config(["--config", f"{directory}/recipe.yaml"]).run
+    assert (run.run_name, run.output_dir) == (name, directory)
+    shutil.copy(f"{directory}/recipe.yaml", "mine.yaml")
+    run = parse_config(["--config", "mine.yaml"]).run
+    assert (run.run_name, run.output_dir) == ("mine", directory_of_copy)
 
 
 @pytest.mark.parametrize(

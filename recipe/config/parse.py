@@ -47,7 +47,9 @@ def parse_config(argv: list[str] | None = None) -> Config:
     values = _without_replaced(recipe, flags) | flags
     if len(lengths := [name for name in LENGTH_FIELDS if values.get(name)]) > 1:
         raise UserError(f"{' and '.join(lengths)} set the length of the run; give one of them")
-    values["config"], values["run_name"] = str(path), values.get("run_name") or path.stem
+    directory = re.search(r"(\w[\w.-]*)/recipe\.yaml$", path.as_posix())  # of a run, in which best.py has written it
+    default_name = directory[1] if directory else path.stem
+    values["config"], values["run_name"] = str(path), values.get("run_name") or default_name
     values["output_dir"] = values.get("output_dir") or f"runs/{values['run_name']}"
 
     values.setdefault("deterministic", values.get("push_to_hub") == "state")  # for an audit that is exact to the bit

@@ -176,7 +176,7 @@ def yaml_of(fields: Fields) -> str:
 def config_of(fields: Fields, *flags: str) -> Config:
     """The configuration of a run of this recipe with these flags."""
     with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory) / "recipe.yaml"
+        path = Path(directory) / "trial.yaml"  # not recipe.yaml, which names the run after its directory
         path.write_text(yaml_of(fields), encoding="utf-8")
         return parse_config(["--config", str(path), *flags])
 
