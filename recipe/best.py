@@ -21,6 +21,7 @@ import statistics
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -146,7 +147,7 @@ def earlier_recipe(request: argparse.Namespace, config: Config, strategy: Strate
                 raise UserError(f"{path} is for something else; give another --run_name, or --fresh")
             return lines
         if strategy.runtime.processes.is_main:
-            with run_directory(path.parent):  # now, not after the search
+            with run_directory(path.parent):  # now, before the text is read
                 pass
     return None
 
@@ -160,36 +161,39 @@ def write_recipe(request: argparse.Namespace, flags: list[str], config: Config, 
         raise UserError(f"--{name}: best.py chooses the shape and the batch; change them in a copy of its recipe")
     processes, started = strategy.runtime.processes, psutil.Process().create_time()
     forecaster, seconds = read_text(request, config, strategy)
-    torch_compile = strategy.device.type == "cuda" or seconds > 3600
-    overhead = 0.0 if request.device else try_sizes(forecaster, seconds, flags, torch_compile)
-    if request.tokens:
-        seconds = forecaster.seconds_for(request.tokens)
-    else:
-        seconds = processes.broadcast_object(seconds - (time.time() - started + overhead))
-        if seconds < LEAST_LEFT_S:
-            raise UserError("looking for the best size has taken all of the time; give more --hours")
-    best = forecaster.best(seconds)
-    log_forecasts(forecaster, forecaster.forecasts(seconds), best)
-    fields = forecaster.recipe(best.size, best.tokens)
-    training_s = best.tokens / forecaster.tokens_per_second(best.size)
-    if request.tokens or training_s < WELL_BEFORE * seconds:
-        steps = max(1, round(best.tokens / fields["total_batch_tokens"][0]))
-        fields["max_steps"] = steps, "all that was asked for" if request.tokens else "more epochs bring nothing"
-        if not request.tokens:
-            logger.info("time       about %s of the %s that are left", duration(training_s), duration(seconds))
-    else:
-        fields["train_hours"] = round(seconds / 3600, 4), "what is left of the time; the decay begins by the clock"
-    fields["torch_compile"] = torch_compile, "pays in a long run"
-    fields |= {name: (config.flat()[name], "as given") for name in sorted(request.given)}
-    head = [
-        f"accelerate launch --config_file accelerate_configs/single.yaml recipe/train.py --config {path}",
-        request.title,
-        f"Validation loss to expect: {best.loss:.3f}, give or take {forecaster.relative_error(best):.0%}",
-    ]
-    content = "".join(f"# {line}\n" for line in "\n".join(head).split("\n")) + yaml_of(fields)  # a name may hold \n
-    with processes.shared_error("the recipe cannot be written"):  # no process reads it before it is there
-        if processes.is_main:
-            with run_directory(path.parent, fresh=config.run.fresh):  # which moves an earlier run
+    with ExitStack() as lock:  # through the search, so that there is one search for a run at a time
+        with processes.shared_error("the recipe cannot be written"):
+            if processes.is_main:
+                lock.enter_context(run_directory(path.parent, fresh=config.run.fresh))  # which moves an earlier run
+        torch_compile = strategy.device.type == "cuda" or seconds > 3600
+        overhead = 0.0 if request.device else try_sizes(forecaster, seconds, flags, torch_compile)
+        if request.tokens:
+            seconds = forecaster.seconds_for(request.tokens)
+        else:
+            seconds = processes.broadcast_object(seconds - (time.time() - started + overhead))
+            if seconds < LEAST_LEFT_S:
+                raise UserError("looking for the best size has taken all of the time; give more --hours")
+        best = forecaster.best(seconds)
+        log_forecasts(forecaster, forecaster.forecasts(seconds), best)
+        fields = forecaster.recipe(best.size, best.tokens)
+        training_s = best.tokens / forecaster.tokens_per_second(best.size)
+        if request.tokens or training_s < WELL_BEFORE * seconds:
+            steps = max(1, round(best.tokens / fields["total_batch_tokens"][0]))
+            fields["max_steps"] = steps, "all that was asked for" if request.tokens else "more epochs bring nothing"
+            if not request.tokens:
+                logger.info("time       about %s of the %s that are left", duration(training_s), duration(seconds))
+        else:
+            fields["train_hours"] = round(seconds / 3600, 4), "what is left of the time; the decay begins by the clock"
+        fields["torch_compile"] = torch_compile, "pays in a long run"
+        fields |= {name: (config.flat()[name], "as given") for name in sorted(request.given)}
+        head = [
+            f"accelerate launch --config_file accelerate_configs/single.yaml recipe/train.py --config {path}",
+            request.title,
+            f"Validation loss to expect: {best.loss:.3f}, give or take {forecaster.relative_error(best):.0%}",
+        ]
+        content = "".join(f"# {line}\n" for line in "\n".join(head).split("\n")) + yaml_of(fields)  # a name may hold \n
+        with processes.shared_error("the recipe cannot be written"):  # no process reads it before it is there
+            if processes.is_main:
                 replace_file(path, content.encode())
     logger.info("recipe     %s", path)
 

@@ -174,6 +174,21 @@ def test_a_trial_is_neither_uploaded_nor_tracked_nor_scored_and_can_be_stopped(c
     assert "stopped before there was a recipe; the same command searches again" in result.stderr
 
 
+def test_of_two_searches_for_one_run_the_second_ends_before_it_measures_anything(call_here, monkeypatch):
+    argv, seconds = ["--text", "text.txt"], []
+
+    def search_again(*_):
+        seconds.append(call_here(*argv))
+        return 1e9
+
+    monkeypatch.setattr(best, "try_sizes", search_again)
+    monkeypatch.setattr("recipe.checkpoint.run_dir.LOCK_TIMEOUT_S", 0.1)
+    first = call_here(*argv)
+    assert "has taken all of the time" in first.stderr
+    assert [second.returncode for second in seconds] == [2]
+    assert "runs/text-0.1h: another run writes there (process " in seconds[0].stderr
+
+
 @pytest.mark.slow
 def test_a_run_ends_within_the_time_given_with_the_loss_announced(tmp_path):
     """On Python's library, more text than a processor reads four times in the time."""
