@@ -33,8 +33,9 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # see train.py
 import psutil
 
 from recipe.checkpoint.run_dir import run_directory
-from recipe.config import Config, parse_config
+from recipe.config import FIELDS, Config, parse_config
 from recipe.config.catalog import unknown_data
+from recipe.config.values import hint
 from recipe.data.documents import TextFiles
 from recipe.data.producer import open_text
 from recipe.data.survey import ENGLISH, OWN_VOCAB_SIZE, SHIPPED_TEXT, Text, survey
@@ -125,9 +126,10 @@ def parse_request(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         raise UserError(f"--tokens {request.tokens:g}: give how many to train on, such as 1e9")
     if not request.tokens and not 3600 * request.hours >= SHORTEST_S:
         raise UserError(f"{request.hours:g} hours: starting takes as long; give {SHORTEST_S / 3600:g} or more")
-    # Without run_name: the recipe's place names the run, so that a copy elsewhere is another run.
-    request.given = {flag[2:].partition("=")[0] for flag in flags if flag.startswith("--")}
-    request.given -= {"dry_run", "fresh", "run_name"}
+    given = {flag[2:].partition("=")[0] for flag in flags if flag.startswith("--")}
+    for name in given - FIELDS.keys():
+        raise UserError(f"unknown '--{name}'{hint(name, FIELDS | vars(request))}")
+    request.given = given - {"dry_run", "fresh", "run_name"}  # the recipe's place names the run: a copy is another run
     request.run_name = re.sub(r"[^\w.-]+", "-", f"{Path(request.text).name.partition('.')[0]}-{amount}").strip("-.")
     request.title = f"From recipe/best.py for {amount} of {request.text}"
     if request.price_per_hour:

@@ -301,6 +301,16 @@ def test_print_run_prints_the_directory_of_the_run(call_here):
         (["--n_embd", "80"], "--n_embd: best.py chooses the shape and the batch; change them in a copy of its recipe"),
         (["--total_batch_tokens", "4096"], "--total_batch_tokens: best.py chooses the shape"),
         (["--text", "few.txt"], "--text few.txt has 1,050 bytes, too few to train on; give about"),
+        (["--hour", "0.03"], "unknown '--hour'; did you mean 'hours'?"),
+        (["--txt=few.txt"], "unknown '--txt'; did you mean 'text'?"),
+        (
+            ["--text", "src/main.c", "src/my.txt"],
+            "error: a word without a flag: 'src/my.txt'; write --NAME VALUE, with",
+        ),
+        (
+            ["--text", "my", "notes.txt"],
+            "error: a word without a flag; write --NAME VALUE, with quotes around a glob or",
+        ),
         (["--device", "abacus"], "is not a known device; use one of "),
         (["--output_dir", "src"], "output_dir src is not the directory of a run: it holds main.c"),
         (["--text", "nowhere.txt"], "--text nowhere.txt: no such file, directory or data set"),
@@ -312,6 +322,7 @@ def test_a_mistake_is_named_with_a_way_out_before_anything_is_measured(argv, mes
     Path("empty.txt").touch()
     Path("src").mkdir()
     Path("src/main.c").touch()
+    Path("src/my.txt").touch()
     result = call_here(*argv)
     assert (result.returncode, message in result.stderr) == (2, True), result.stderr
     assert result.stderr.count("\n") <= 2

@@ -79,6 +79,13 @@ def test_an_unknown_name_is_refused_with_a_suggestion(recipe):
     assert refused("--my_rate=1").endswith("; see --help, or docs/migrating.md for the names in other programs")
 
 
+def test_a_word_without_a_flag_is_shown_only_if_it_is_a_path():
+    """It may be a secret."""
+    advice = "; write --NAME VALUE, with quotes around a glob or a name with spaces"
+    assert refused("--dataset_name", "a.txt", "hf_secret") == f"a word without a flag{advice}"
+    assert refused("--dataset_name", "a.txt", __file__) == f"a word without a flag: {__file__!r}{advice}"
+
+
 def test_values_of_a_recipe_are_read_as_they_are_written(recipe):
     """In YAML 1.1 `no` and `on` are booleans, 0100 is 64 and 1:03 is 63."""
     config_flag = recipe(

@@ -2,6 +2,7 @@
 limits of single fields are in fields.py)."""
 
 import argparse
+import os
 import re
 import shlex
 import sys
@@ -127,9 +128,8 @@ def _flags(words: list[str]) -> dict[str, str]:
     name = unknown_words[0].partition("=")[0]
     if name.startswith("--"):
         raise UserError(f"unknown {name!r}{hint(name.removeprefix('--'), FIELDS)}")
-    names = [word.partition("=")[0] for word in words[: words.index(unknown_words[0])] if word.startswith("--")]
-    position = f" after {names[-1]}" if names else ""
-    raise UserError(f"a word{position} that belongs to no field; write fields as --NAME VALUE")
+    path = f": {unknown_words[0]!r}" if os.path.exists(unknown_words[0]) else ""  # anything else may be a secret
+    raise UserError(f"a word without a flag{path}; write --NAME VALUE, with quotes around a glob or a name with spaces")
 
 
 class _StringLoader(yaml.SafeLoader):
