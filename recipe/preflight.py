@@ -51,6 +51,7 @@ from recipe.optim.muon import orthogonalize
 from recipe.train import run as train
 from recipe.utils.checkpoints import manifest_of, read_metrics
 from recipe.utils.errors import UserError
+from recipe.utils.files import nearest_directory
 from recipe.utils.log import set_up_logging
 from recipe.utils.redaction import redact
 from recipe.utils.units import duration, gb, si
@@ -309,8 +310,7 @@ def disk(config: Config, strategy: Strategy) -> Finding:
     """Room and speed where checkpoints go."""
     if not strategy.runtime.processes.is_main:
         return "", ""
-    output_dir = Path(config.run.output_dir).absolute()
-    directory = next(path for path in (output_dir, *output_dir.parents) if path.is_dir())
+    directory = nearest_directory(Path(config.run.output_dir))
     block, count = os.urandom(2**24), 8
     with tempfile.TemporaryFile(dir=directory) as file:
         started = time.perf_counter()

@@ -3,6 +3,7 @@
 import logging
 import os
 import shlex
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from recipe.estimate.memory import (
 from recipe.estimate.micro_batch import memory_kind
 from recipe.monitor.metrics import Metrics
 from recipe.utils.errors import ExitCode
+from recipe.utils.files import nearest_directory
 from recipe.utils.units import duration, gb, plural, si
 
 logger = logging.getLogger(__name__)
@@ -126,8 +128,11 @@ def _disk(config: Config) -> str:
 
 
 def _notes(config: Config, strategy: Strategy) -> Iterator[str]:
-    """What the run does not use of this machine or of the launch."""
-    device = strategy.device
+    """What the run does not use of this machine or of the launch, and a disk that is too small."""
+    device, directory, size = strategy.device, nearest_directory(Path(config.run.output_dir)), checkpoint_bytes(config)
+    if not config.run.plan_device and (free := shutil.disk_usage(directory).free) < size:
+        problem = f"{si(free)}B free in {directory}, but a checkpoint takes {si(size)}B"
+        yield f"{problem}: no step can be saved; free some space, or choose another output_dir"
     tasks = max(int(os.environ.get(name, 1)) for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"))
     if tasks > 1 == strategy.runtime.processes.world_size:
         yield f"mpirun or srun has started {tasks} processes, each of which trains alone; use accelerate launch"

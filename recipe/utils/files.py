@@ -28,6 +28,12 @@ def fsync(path: Path) -> None:
         os.close(descriptor)
 
 
+def nearest_directory(path: Path) -> Path:
+    """The directory `path`, or its nearest parent that exists."""
+    path = path.absolute()  # without access, is_dir of a Path raises an error
+    return next(directory for directory in (path, *path.parents) if os.path.isdir(directory))
+
+
 def sha256_of(path: Path) -> str:
     """The SHA-256 of a file, as hexadecimal digits."""
     digest = hashlib.sha256()

@@ -135,6 +135,22 @@ def test_a_run_that_does_not_fit_is_told_what_helps():
     assert "" not in panel("l4", *argv, memory=int(peak / HEADROOM) + 1)
 
 
+def test_a_disk_that_is_too_small_for_a_checkpoint_is_noted(monkeypatch, tmp_path):
+    free = {tmp_path: 3e6}
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=free[path]))
+    argv = ["--config=gpt2", f"--output_dir={tmp_path}/new/run"]
+    config = parse_config([*argv, "--dry_run"])
+
+    def last_line() -> str:
+        return list(summary.describe(config, batch_arithmetic(config, 1), open_strategy("auto", "h100"), []))[-1]
+
+    note = f"note       3 MB free in {tmp_path}, but a checkpoint takes 1.5 GB: no step can be saved; free some space, "
+    assert last_line() == f"{note}or choose another output_dir"
+    assert "note" not in panel("h100", *argv), "another machine may have another disk"
+    free[tmp_path] = 1.6e9
+    assert not last_line().startswith("note")
+
+
 def test_the_closing_panel(whole_run, monkeypatch, tmp_path):
     config = parse_config(["--config=gpt2", "--max_steps=19073", "--output_dir=a run"])
     metrics = SimpleNamespace(seconds=5720.0, pauses=280.0, val_losses={250: 3.1234, 19073: 3.2})
