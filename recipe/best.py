@@ -189,7 +189,7 @@ def write_recipe(request: argparse.Namespace, flags: list[str], config: Config, 
         fields["torch_compile"] = torch_compile, "pays in a long run"
         fields |= {name: (config.flat()[name], "as given") for name in sorted(request.given)}
         head = [
-            f"accelerate launch --config_file accelerate_configs/single.yaml recipe/train.py --config {path}",
+            f"{launcher(strategy)} recipe/train.py --config {path}",
             request.title,
             f"Validation loss to expect: {best.loss:.3f}, give or take {forecaster.relative_error(best):.0%}",
         ]
@@ -198,6 +198,18 @@ def write_recipe(request: argparse.Namespace, flags: list[str], config: Config, 
             if processes.is_main:
                 replace_file(path, content.encode())
     logger.info("recipe     %s", path)
+
+
+def launcher(strategy: Strategy) -> str:
+    """The command that launches a script on these devices of one node."""
+    sharding, count = strategy.runtime.sharding, strategy.runtime.processes.world_size
+    command = "accelerate launch --config_file accelerate_configs"
+    if strategy.device.type in ("tpu", "xla"):
+        return f"{command}/{'tpu-fsdp' if sharding else 'tpu'}.yaml"
+    if count == 1:
+        return f"{command}/single.yaml"
+    on_cpu = "ACCELERATE_USE_CPU=true " if strategy.device.type == "cpu" else ""
+    return f"{on_cpu}{command}/{sharding or 'ddp'}.yaml --num_processes {count}"
 
 
 def read_text(request: argparse.Namespace, config: Config, strategy: Strategy) -> tuple[Forecaster, float]:

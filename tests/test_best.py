@@ -215,7 +215,9 @@ def test_several_processes_search_together(engine, tmp_path):
     argv = ["--text", SHAKESPEARE, "--hours", "0.026", "--dry_run"]
     result = ok(launch(engine, 2, ROOT / "recipe/best.py", *argv, cwd=tmp_path))
     assert len(re.findall(r"^best  ", result.stdout, re.MULTILINE)) == 1
-    assert (tmp_path / "runs/tiny_shakespeare-0.026h/recipe.yaml").exists()
+    head = (tmp_path / "runs/tiny_shakespeare-0.026h/recipe.yaml").read_text()
+    launcher = f"# ACCELERATE_USE_CPU=true accelerate launch --config_file accelerate_configs/{engine}.yaml"
+    assert head.startswith(f"{launcher} --num_processes 2 recipe/train.py --config runs/")
 
 
 @pytest.mark.parametrize(
@@ -262,16 +264,21 @@ def test_its_recipe_is_that_of_its_run_and_a_copy_that_of_another(argv, name, di
 
 
 @pytest.mark.parametrize(
-    ("device", "hours"),
+    ("device", "hours", "file"),
     [
-        ("v3-8", "0.1"),  # one process with eight devices, among which a small batch must divide, too
-        ("8xv5e", "24"),  # DDP's gradients beside its buckets leave no room for the next size
+        ("v3-8", "0.1", "tpu.yaml"),  # one process with eight devices, among which a small batch must divide, too
+        ("8xv5e", "24", "tpu.yaml"),  # DDP's gradients beside its buckets leave no room for the next size
+        ("8xh100", "0.1", "ddp.yaml --num_processes 8"),
+        ("h100", "0.1", "single.yaml"),
     ],
 )
-def test_a_plan_for_a_device_passes_its_dry_run(device, hours, call_here):
+def test_a_plan_for_a_device_passes_its_dry_run(device, hours, file, call_here):
     ok(call_here("--text", SHAKESPEARE, "--device", device, "--hours", hours, "--run_name", "plan"))
     ok(call_here("--text", "fineweb", "--device", device, "--hours", hours, "--run_name", "big", "--tokenizer", "gpt2"))
     for name in ("plan", "big"):
+        command = Path(f"runs/{name}/recipe.yaml").read_text().partition("\n")[0]
+        launcher = f"# accelerate launch --config_file accelerate_configs/{file} recipe/train.py"
+        assert command == f"{launcher} --config runs/{name}/recipe.yaml"
         ok(call(".", "--config", f"runs/{name}/recipe.yaml", "--dry_run", device, script=ROOT / "recipe/train.py"))
 
 
