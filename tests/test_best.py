@@ -153,6 +153,16 @@ def test_a_gpu_whose_smallest_step_takes_ten_milliseconds_gets_a_model_that_fill
     assert forecast.limit == "text" or forecast.tokens == pytest.approx(rate * seconds, rel=0.1)
 
 
+def test_a_loss_below_zero_is_not_forecast(call_here, monkeypatch):
+    """Of one repeated line, whose loss falls faster than the law's."""
+    fake_measurements(monkeypatch, speed=6_000)
+    losses = iter([(9.0, 0.9), (8.0, 0.01)])
+    monkeypatch.setattr(best, "measure_loss", lambda forecaster, *_: forecaster.losses.append(next(losses)) or 0.0)
+    result = ok(call_here("--text", "text.txt", "--hours", "0.05", "--dry_run"))
+    assert re.search(r"^best +\d layers, \d+ wide: loss 0.000 \(0.00 bits", result.stdout, re.MULTILINE), result.stdout
+    assert "loss -" not in result.stdout
+
+
 def test_a_search_that_takes_all_of_the_time_says_so(call_here, monkeypatch):
     fake_measurements(monkeypatch, speed=1, overhead=200)
     result = call_here("--text", "text.txt", "--hours", "0.05")
@@ -307,7 +317,8 @@ def test_print_run_prints_the_directory_of_the_run(call_here):
         (["--max_steps", "500"], "--max_steps is for a recipe that is there; for a new one give --hours, --tokens or"),
         (["--n_embd", "80"], "--n_embd: best.py chooses the shape and the batch; change them in a copy of its recipe"),
         (["--total_batch_tokens", "4096"], "--total_batch_tokens: best.py chooses the shape"),
-        (["--text", "few.txt"], "--text few.txt has 1,050 bytes, too few to train on; give about"),
+        (["--text", "few.txt"], " tokens in 1,050 bytes, too few to train on; give 20,000 or more, about"),
+        (["--text", "spaces.txt"], "too few to train on; give 20,000 or more, about 88,000 bytes of English"),
         (["--hour", "0.03"], "unknown '--hour'; did you mean 'hours'?"),
         (["--txt=few.txt"], "unknown '--txt'; did you mean 'text'?"),
         (
@@ -326,6 +337,7 @@ def test_print_run_prints_the_directory_of_the_run(call_here):
 def test_a_mistake_is_named_with_a_way_out_before_anything_is_measured(argv, message, call_here, monkeypatch):
     monkeypatch.setattr(best, "try_sizes", None)
     Path("few.txt").write_text("To be, or not to be. " * 50)
+    Path("spaces.txt").write_text(200_000 * " ")
     Path("empty.txt").touch()
     Path("src").mkdir()
     Path("src/main.c").touch()

@@ -86,8 +86,9 @@ def survey(
     unread = source.size / readable if is_local and stride == 1 else 1
     tokens = kept_bytes * unread / token_bytes
     if tokens < LEAST_TOKENS:
-        least = LEAST_TOKENS * token_bytes
-        raise UserError(f"--text {name} has {kept_bytes:,} bytes, too few to train on; give about {least:,.0f} or more")
+        problem = f"--text {name} has {tokens:,.0f} tokens in {kept_bytes:,} bytes, too few to train on"
+        least = f"{LEAST_TOKENS:,} or more, about {LEAST_TOKENS * ENGLISH:,.0f} bytes of English"
+        raise UserError(f"{problem}; give {least}")
     val_fraction = float(f"{min(0.1, max(0.01, VAL_TOKENS / tokens)):.1g}")
     tokens = (1 - val_fraction) * tokens if is_local else math.inf
     return Text(str(copy) if stride > 1 else name, tokenizer, tokens, token_bytes, val_fraction, stride)

@@ -115,7 +115,7 @@ class Forecaster:
         return rate * (measured / flops) ** min(1.0, max(0.0, power))
 
     def _loss(self, size: Size, tokens: float) -> float:
-        return line_through(self.losses)(self.law(size, tokens, self.text.tokens))
+        return max(0.0, line_through(self.losses)(self.law(size, tokens, self.text.tokens)))
 
 
 def memory_of(size: Size, vocab_size: int, strategy: Strategy) -> int:
