@@ -285,18 +285,21 @@ def measure_loss(forecaster: Forecaster, forecast: Forecast, seconds: float, fla
 def train_and_delete(strategy: Strategy, fields: Fields, flags: list[str]) -> list[dict]:
     """Trains a recipe by the loop itself, in a temporary directory, and returns the lines of its metrics. A collective
     call. Raises KeyboardInterrupt if it was stopped."""
-    processes, recipe_logger = strategy.runtime.processes, logging.getLogger("recipe")
+    processes = strategy.runtime.processes
+    quiet = {"recipe": logging.WARNING, "recipe.engine.shutdown": logging.ERROR}  # it would promise a checkpoint
     Path("runs").mkdir(exist_ok=True)
     directory = processes.broadcast_object(tempfile.mkdtemp(prefix=".best-", dir="runs") if processes.is_main else "")
     fields = fields | dict.fromkeys(("eval_steps", "save_steps"), ("end", "a trial"))
     own_flags = [f"--output_dir={directory}", "--dry_run=false", "--push_to_hub=false", "--report_to=none"]
     config = config_of(fields, *flags, *own_flags, "--hellaswag_steps=0", "--sample_steps=0")
     try:
-        recipe_logger.setLevel(logging.WARNING)
+        for name, level in quiet.items():
+            logging.getLogger(name).setLevel(level)
         code = run(config, strategy)
         lines = processes.broadcast_object(read_metrics(Path(directory) / "metrics.jsonl") if processes.is_main else [])
     finally:
-        recipe_logger.setLevel(logging.INFO)
+        for name in quiet:
+            logging.getLogger(name).setLevel(logging.INFO)
         if processes.is_main:
             shutil.rmtree(directory, ignore_errors=True)
     if code != ExitCode.DONE:

@@ -3,6 +3,7 @@
 import math
 import re
 import shutil
+import signal
 import subprocess
 import sysconfig
 import time
@@ -182,6 +183,17 @@ def test_a_trial_is_neither_uploaded_nor_tracked_nor_scored_and_can_be_stopped(c
     (trial,) = trials
     assert (trial.push_to_hub, trial.report_to, trial.hellaswag_steps, trial.sample_steps) == (False, "none", 0, 0)
     assert "stopped before there was a recipe; the same command searches again" in result.stderr
+
+
+def test_ctrl_c_during_the_search_promises_no_checkpoint(tmp_path):
+    search = programs.Running(ROOT / "recipe/best.py", "--text", SHAKESPEARE, cwd=tmp_path)
+    search.until("trial  ")
+    while not list(tmp_path.glob("runs/.best-*/metrics.jsonl")):
+        time.sleep(0.02)
+    search.send_signal(signal.SIGINT)
+    assert search.wait(60) == 75
+    assert "checkpoint" not in search.output
+    assert search.stderr.endswith("stopped before there was a recipe; the same command searches again\n")
 
 
 def test_of_two_searches_for_one_run_the_second_ends_before_it_measures_anything(call_here, monkeypatch):
