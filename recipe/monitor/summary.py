@@ -193,7 +193,8 @@ def outcome(config: Config, metrics: Metrics, val_loss: float) -> Iterator[str]:
     yield f"done       {si(tokens, 'B')} tokens in {steps:,} steps; validation loss {val_loss:.4f}"
     best_step = min(losses, key=lambda step: losses[step], default=steps)
     if best_step < steps:
-        yield f"best       validation loss {losses[best_step]:.4f} at step {best_step:,}"
+        not_saved = "" if (run_dir / f"step_{best_step:08d}").is_dir() else " (not saved)"
+        yield f"best       validation loss {losses[best_step]:.4f} at step {best_step:,}{not_saved}"
     pauses = f"; {duration(metrics.pauses)} more for validation, saving and the like" if metrics.pauses >= 1 else ""
     rate = tokens / max(metrics.seconds, 1e-9)
     yield f"took       {duration(metrics.seconds)} of training, {rate:,.0f} tokens/s{pauses}"
