@@ -172,9 +172,10 @@ def _recipe(path: Path) -> dict:
     """{field: value} of a recipe's YAML. Raises UserError."""
     with reading(path, "give another recipe"):
         content = path.read_bytes()
-    values = _load(content, str(path), "expected `key: value` lines") or {}
+    expected = "expected lines such as `n_layer: 2`, with a space after the colon"
+    values = _load(content, str(path), expected) or {}
     if not isinstance(values, dict):
-        raise UserError(f"{path}: expected `key: value` lines, found a {type(values).__name__}")
+        raise UserError(f"{path}: {expected}")
     return values
 
 
