@@ -155,39 +155,19 @@ def earlier_recipe(request: argparse.Namespace, config: Config, strategy: Strate
 
 
 def write_recipe(request: argparse.Namespace, flags: list[str], config: Config, strategy: Strategy, path: Path) -> None:
-    """Searches for the best run for a request, logs what to expect of it, and writes its recipe. A collective call.
-    Raises UserError, and KeyboardInterrupt if it was stopped."""
+    """Searches for the best run for a request and writes its recipe. A collective call. Raises UserError, and
+    KeyboardInterrupt if it was stopped."""
     for name in request.given & {"max_steps", "num_train_epochs", "train_hours"}:
         raise UserError(f"--{name} is for a recipe that is there; for a new one give --hours, --tokens or --dollars")
     for name in request.given & CHOSEN:
         raise UserError(f"--{name}: best.py chooses the shape and the batch; change them in a copy of its recipe")
-    processes, started = strategy.runtime.processes, psutil.Process().create_time()
+    processes = strategy.runtime.processes
     forecaster, seconds = read_text(request, config, strategy)
     with ExitStack() as lock:  # through the search, so that there is one search for a run at a time
         with processes.shared_error("the recipe cannot be written"):
             if processes.is_main:
                 lock.enter_context(run_directory(path.parent, fresh=config.run.fresh))  # which moves an earlier run
-        torch_compile = strategy.device.type == "cuda" or seconds > 3600
-        overhead = 0.0 if request.device else try_sizes(forecaster, seconds, flags, torch_compile)
-        if request.tokens:
-            seconds = forecaster.seconds_for(request.tokens)
-        else:
-            seconds = processes.broadcast_object(seconds - (time.time() - started + overhead))
-            if seconds < LEAST_LEFT_S:
-                raise UserError("looking for the best size has taken all of the time; give more --hours")
-        best = forecaster.best(seconds)
-        log_forecasts(forecaster, forecaster.forecasts(seconds), best)
-        fields = forecaster.recipe(best.size, best.tokens)
-        training_s = best.tokens / forecaster.tokens_per_second(best.size)
-        if request.tokens or training_s < WELL_BEFORE * seconds:
-            steps = max(1, round(best.tokens / fields["total_batch_tokens"][0]))
-            fields["max_steps"] = steps, "all that was asked for" if request.tokens else "more epochs bring nothing"
-            if not request.tokens:
-                logger.info("time       about %s of the %s that are left", duration(training_s), duration(seconds))
-        else:
-            fields["train_hours"] = round(seconds / 3600, 4), "what is left of the time; the decay begins by the clock"
-        fields["torch_compile"] = torch_compile, "pays in a long run"
-        fields |= {name: (config.flat()[name], "as given") for name in sorted(request.given)}
+        fields, best = search(request, flags, config, forecaster, seconds)
         head = [
             f"{launcher(strategy)} recipe/train.py --config {path}",
             request.title,
@@ -198,6 +178,35 @@ def write_recipe(request: argparse.Namespace, flags: list[str], config: Config, 
             if processes.is_main:
                 replace_file(path, content.encode())
     logger.info("recipe     %s", path)
+
+
+def search(
+    request: argparse.Namespace, flags: list[str], config: Config, forecaster: Forecaster, seconds: float
+) -> tuple[Fields, Forecast]:
+    """The recipe of the best run in so many seconds, of which the search takes its share, and its forecast, which it
+    logs. A collective call. Raises UserError, and KeyboardInterrupt if it was stopped."""
+    strategy, started = forecaster.strategy, psutil.Process().create_time()
+    torch_compile = strategy.device.type == "cuda" or seconds > 3600
+    overhead = 0.0 if request.device else try_sizes(forecaster, seconds, flags, torch_compile)
+    if request.tokens:
+        seconds = forecaster.seconds_for(request.tokens)
+    else:
+        seconds = strategy.runtime.processes.broadcast_object(seconds - (time.time() - started + overhead))
+        if seconds < LEAST_LEFT_S:
+            raise UserError("looking for the best size has taken all of the time; give more --hours")
+    best = forecaster.best(seconds)
+    log_forecasts(forecaster, forecaster.forecasts(seconds), best)
+    fields = forecaster.recipe(best.size, best.tokens)
+    training_s = best.tokens / forecaster.tokens_per_second(best.size)
+    if request.tokens or training_s < WELL_BEFORE * seconds:
+        steps = max(1, round(best.tokens / fields["total_batch_tokens"][0]))
+        fields["max_steps"] = steps, "all that was asked for" if request.tokens else "more epochs bring nothing"
+        if not request.tokens:
+            logger.info("time       about %s of the %s that are left", duration(training_s), duration(seconds))
+    else:
+        fields["train_hours"] = round(seconds / 3600, 4), "what is left of the time; the decay begins by the clock"
+    fields["torch_compile"] = torch_compile, "pays in a long run"
+    return fields | {name: (config.flat()[name], "as given") for name in sorted(request.given)}, best
 
 
 def launcher(strategy: Strategy) -> str:
