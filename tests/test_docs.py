@@ -232,7 +232,7 @@ def test_every_make_target_is_valid_shell_in_a_fresh_clone(hardware, tmp_path):
     options = [f"ACCELERATE=accelerate_configs/{hardware}.yaml", "ARGS=--report_to wandb"]
     script = make("-n", *TARGETS, *options, cwd=tmp_path)
     subprocess.run(["sh", "-n"], input=script, text=True, check=True)
-    installs = re.finditer(r"^\.ci/install \S+ (\S+) -e '?(\.\S*?)'?( |$)", script, re.MULTILINE)
+    installs = re.finditer(r"^bash \.ci/install \S+ (\S+) -e '?(\.\S*?)'?( |$)", script, re.MULTILINE)
     constraints = {match[2]: match[1] for match in installs}
     assert {".", ".[dev,deepspeed,trackers]", ".[trackers]"} <= constraints.keys()
     assert {"tpu": ".[tpu]", "zero1": ".[deepspeed]"}[hardware] in constraints
