@@ -38,7 +38,7 @@ def diagnose(run: Run, references: list[Reference]) -> list[Finding]:
     """All findings about a run, the comparison with its reference first."""
     findings = [*_learning(run), *_rise(run)]
     if not any(finding.kind == "bad" for finding in findings):
-        overfitting = "overfitting, " if len(run.series("val_loss")[0]) >= 3 else ""
+        overfitting = "overfitting, " if len(_comparable(run)[0]) >= 3 else ""
         findings.append(
             Finding("good", f"First loss, skipped steps, {overfitting}divergence: nothing else stands out.")
         )
@@ -112,11 +112,16 @@ def _learning(run: Run) -> Iterator[Finding]:
         yield Finding(kind, text + "If there are many, lower learning_rate or use a precision other than fp16.")
 
 
-def _rise(run: Run) -> Iterator[Finding]:
-    """Overfitting or divergence: the validation loss has risen above its own minimum, or the training loss has."""
+def _comparable(run: Run) -> tuple[np.ndarray, np.ndarray]:
+    """(tokens, validation loss), (n,) each, over the same tokens as the newest."""
     x, val = run.series("val_loss")
     is_comparable = run.series("val_loss", "step")[0] >= run.comparable_from
-    x, val = x[is_comparable], val[is_comparable]
+    return x[is_comparable], val[is_comparable]
+
+
+def _rise(run: Run) -> Iterator[Finding]:
+    """Overfitting or divergence: the validation loss has risen above its own minimum, or the training loss has."""
+    x, val = _comparable(run)
     tokens, loss = run.series("loss")
     if len(x) < 3 or val[-1] - val.min() <= MAX_RISE:
         medians = [np.median(part) for part in np.array_split(loss, 10)] if len(loss) >= 20 else [0]

@@ -56,20 +56,21 @@ def read_metrics(path: Path) -> list[dict]:
 
 
 def val_losses(run: Path) -> dict[int, float]:
-    """{step: validation loss} from a run's metrics.jsonl, if measured and finite, and over the same tokens as the
-    newest. Raises UserError."""
+    """{step: validation loss} from a run's metrics.jsonl, if measured and finite; without those over other tokens than
+    the newest, once there are others. Raises UserError."""
     first, paths = 0, checkpoints(run)
-    with suppress(OSError, ValueError, KeyError, TypeError):  # a damaged checkpoint is reported where it is needed
+    with suppress(OSError, ValueError, LookupError, TypeError, AttributeError):  # reported where it is needed
         first = comparable_from(json.loads((paths[-1] / "trainer_state.json").read_bytes())["about"]) if paths else 0
-    losses = {record["step"]: record.get("val_loss") for record in read_metrics(run / "metrics.jsonl")}
-    return {step: loss for step, loss in losses.items() if loss is not None and step >= first}
+    records = [record for record in read_metrics(run / "metrics.jsonl") if record.get("val_loss") is not None]
+    losses = {record["step"]: record["val_loss"] for record in records}
+    return {step: loss for step, loss in losses.items() if step >= first} or losses
 
 
 def comparable_from(parts: list[dict]) -> int:
     """The first step whose validation loss is over the same tokens as the newest, by the parts of a run in its trainer
     state: a resume may have changed val_data or eval_tokens."""
     configs = [part.get("config", {}) for part in parts]
-    tokens = [(Path(config.get("val_data", "")).name, config.get("eval_tokens")) for config in configs]
+    tokens = [(config.get("val_data"), config.get("eval_tokens")) for config in configs]
     first = len(parts) - 1
     while first and tokens[first - 1] == tokens[-1]:
         first -= 1
