@@ -66,16 +66,17 @@ def _check_config(config: Config, directory: str) -> None:
     if directory == model.init_from:  # first: a missing config.json would be read as GPT-2's
         weight_files(directory)
     init_config = read_config(directory)
-    is_same = init_config.vocab_size == model.vocab_size
     if (path := Path(directory) / "tokenizer.json").is_file():
         with reading(path, "copy or download it again"):
-            vocabulary = Tokenizer.from_file(str(path)).get_vocab()
-        # Not by the digest: that of GPT-2's tokenizer in a directory is not "gpt2".
-        is_same &= tokenizer.vocabulary().items() <= vocabulary.items()
-    if not is_same:
+            tokens = Tokenizer.from_file(str(path)).get_vocab().items()
+        own_tokens = tokenizer.vocabulary().items()  # either may have more, such as a padding token
+        if not (tokens <= own_tokens or own_tokens <= tokens):
+            problem = f"was trained with another tokenizer than {tokenizer.name}"
+            raise UserError(f"init_from {model.init_from} {problem}; add --tokenizer {model.init_from}")
+    if init_config.vocab_size != model.vocab_size:
         raise UserError(
-            f"init_from {model.init_from} has another vocabulary ({init_config.vocab_size:,} tokens) than tokenizer "
-            f"{tokenizer.name} ({model.vocab_size:,} tokens); add --tokenizer {model.init_from}"
+            f"init_from {model.init_from} has {init_config.vocab_size:,} embeddings, and tokenizer {tokenizer.name} "
+            f"{model.vocab_size:,} tokens; set tokenizer to that of the weights, which need one embedding a token"
         )
     shapes = {k: getattr(init_config, k) for k in SHAPE_FIELDS}
     if mismatches := [f"{k} {v} (recipe: {getattr(model, k)})" for k, v in shapes.items() if v != getattr(model, k)]:
