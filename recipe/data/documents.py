@@ -2,6 +2,7 @@
 a table; a literal end-of-text splits any of these into several documents."""
 
 import csv
+import glob
 import io
 import json
 import logging
@@ -36,9 +37,9 @@ LONGEST_PIECE = 1 << 20
 # No GPT-2 token spans a visible character and a blank after it, so cutting between them does not change the tokens.
 _SAFE_CUT = re.compile(r"\S(?=[ \n])")
 _BATCH_CHARS = 1 << 17  # characters that a thread tokenizes at once; more if one piece is longer
-_NOT_UTF8 = (
-    "not UTF-8 text; unpack it if it is an archive, name other files, or convert it:\n"
-    "iconv -f ENCODING -t UTF-8 FILE > NEW, where ENCODING is often CP1252 or UTF-16 (-c -f UTF-8: drops bad bytes)"
+_NOT_UTF8 = "not UTF-8 text; unpack it if it is packed, name other files, or convert it"
+_ICONV = (  # for a file of text
+    ":\niconv -f ENCODING -t UTF-8 FILE > NEW, where ENCODING is often CP1252 or UTF-16 (-c -f UTF-8: drops bad bytes)"
 )
 _JSON_FORMAT = "expected one object per line, or in .json an array of objects"
 
@@ -248,9 +249,12 @@ class TextFiles:
             with reading(path, "is it complete?"):
                 yield
         except UserError as error:
-            problem = f"{path}: {_NOT_UTF8}" if isinstance(error.__cause__, UnicodeError) else str(error)
-            if self._directory.is_dir() and (others := [o.suffix for o in self.paths if o.suffix != path.suffix]):
-                problem += f"; to read one kind of file, name a glob: '{self._directory}/**/*{mode(others)}'"
+            is_packed = path.suffix.lower() in (*PACKED, ".parquet")
+            problem = f"{path}: {_NOT_UTF8}{'' if is_packed else _ICONV}"
+            problem = problem if isinstance(error.__cause__, UnicodeError) else str(error)
+            if self._directory.is_dir() and (kind := mode(o.suffix for o in self.paths)) != path.suffix:
+                pattern = f"{glob.escape(str(self._directory))}/**/*{kind}"
+                problem += f"; to read one kind of file, name a glob: '{pattern}'"
             raise UserError(problem) from None
 
     def _pieces_in(self, path: Path, start: int) -> Iterator[tuple[int, Content]]:
@@ -311,12 +315,12 @@ def _rows_of(file: io.TextIOWrapper, column: Column, path: Path) -> Iterator[tup
         rows = filter(None, table)
         header = next(rows, [])
         if len(header) == 1 and header[0] != column.name and (other := re.search(others, header[0])):
-            raise UserError(
-                f"{path}: its only column is {header[0][:40]!r}; if {other[0]!r} separates columns, save it with "
-                "commas, or as .tsv with tabs"
-            )
+            problem = f"its only column is {header[0][:40]!r}; if {other[0]!r} separates columns"
+            raise UserError(f"{path}: {problem}, separate them by {separator!r}, as {text_suffix(path)} does")
         if header:  # an empty table is an empty text
             column.check_is_in(header, str(path), "; does the first line hold column names?")
+            if header.count(column.name) > 1:
+                raise UserError(f"{path}: {header.count(column.name)} columns are called {column.name!r}; rename one")
         for fields in rows:
             location = f"line {table.line_num}"
             if any(fields[len(header) :]) or len(fields) <= header.index(column.name):  # empty fields are harmless
