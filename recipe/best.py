@@ -129,7 +129,7 @@ def parse_request(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     given = {flag[2:].partition("=")[0] for flag in flags if flag.startswith("--")}
     for name in given - FIELDS.keys():
         raise UserError(f"unknown '--{name}'{hint(name, FIELDS | vars(request))}")
-    request.given = given - {"dry_run", "fresh", "run_name"}  # the recipe's place names the run: a copy is another run
+    request.given = given - {"dry_run", "fresh", "run_name"}
     request.run_name = re.sub(r"[^\w.-]+", "-", f"{Path(request.text).name.partition('.')[0]}-{amount}").strip("-.")
     request.title = f"From recipe/best.py for {amount} of {request.text}"
     if request.price_per_hour:
@@ -166,17 +166,22 @@ def write_recipe(request: argparse.Namespace, flags: list[str], config: Config, 
     with ExitStack() as lock:  # through the search, so that there is one search for a run at a time
         with processes.shared_error("the recipe cannot be written"):
             if processes.is_main:
-                lock.enter_context(run_directory(path.parent, fresh=config.run.fresh))  # which moves an earlier run
+                lock.enter_context(run_directory(path.parent))
         fields, best = search(request, flags, config, forecaster, seconds)
+        # The recipe's place names the run, so that a copy is another one, unless another name was given.
+        if any(flag.startswith("--run_name") for flag in flags) and config.run.run_name != path.parent.name:
+            fields["run_name"] = config.run.run_name, "as given"
         head = [
             f"{launcher(strategy)} recipe/train.py --config {path}",
             request.title,
             f"Validation loss to expect: {best.loss:.3f}, give or take {forecaster.relative_error(best):.0%}",
         ]
         content = "".join(f"# {line}\n" for line in "\n".join(head).split("\n")) + yaml_of(fields)  # a name may hold \n
+        lock.close()
         with processes.shared_error("the recipe cannot be written"):  # no process reads it before it is there
             if processes.is_main:
-                replace_file(path, content.encode())
+                with run_directory(path.parent, fresh=config.run.fresh):  # which moves an earlier run
+                    replace_file(path, content.encode())
     logger.info("recipe     %s", path)
 
 

@@ -188,7 +188,8 @@ def test_a_trial_is_neither_uploaded_nor_tracked_nor_scored_and_can_be_stopped(c
 def test_ctrl_c_during_the_search_promises_no_checkpoint(tmp_path):
     search = programs.Running(ROOT / "recipe/best.py", "--text", SHAKESPEARE, cwd=tmp_path)
     search.until("trial  ")
-    while not list(tmp_path.glob("runs/.best-*/metrics.jsonl")):
+    deadline = time.monotonic() + 60
+    while not list(tmp_path.glob("runs/.best-*/metrics.jsonl")) and time.monotonic() < deadline:
         time.sleep(0.02)
     search.send_signal(signal.SIGINT)
     assert search.wait(60) == 75
@@ -274,6 +275,7 @@ def test_a_plan_by_dollars_for_other_devices(text, size, length, tmp_path, call_
         ([], "text-0.1h", "runs/text-0.1h", "runs/mine"),
         (["--run_name", "other"], "other", "runs/other", "runs/mine"),
         (["--output_dir", "else where/there"], "there", "else where/there", "else where/there"),  # refused by its name
+        (["--output_dir", "there", "--run_name", "other"], "other", "there", "there"),
     ],
 )
 def test_its_recipe_is_that_of_its_run_and_a_copy_that_of_another(argv, name, directory, directory_of_copy, call_here):
@@ -282,7 +284,7 @@ def test_its_recipe_is_that_of_its_run_and_a_copy_that_of_another(argv, name, di
     assert (run.run_name, run.output_dir) == (name, directory)
     shutil.copy(f"{directory}/recipe.yaml", "mine.yaml")
     run = parse_config(["--config", "mine.yaml"]).run
-    assert (run.run_name, run.output_dir) == ("mine", directory_of_copy)
+    assert (run.run_name, run.output_dir) == ("other" if name != Path(directory).name else "mine", directory_of_copy)
 
 
 @pytest.mark.parametrize(

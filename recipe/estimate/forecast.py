@@ -120,11 +120,8 @@ class Forecaster:
 
 def memory_of(size: Size, vocab_size: int, strategy: Strategy) -> int:
     """Peak bytes of a step of two micro-steps, with one sequence a device."""
-    model, world_size, devices = (
-        model_of(size, vocab_size),
-        strategy.runtime.processes.world_size,
-        strategy.device.count,
-    )
+    model, devices = model_of(size, vocab_size), strategy.device.count
+    world_size = strategy.runtime.processes.world_size
     config = Config(model, DataConfig(sequence_length=model.n_positions), OptimizerConfig(optim="muon"), RunConfig())
     batch = BatchPlan(2 * world_size * devices, world_size, micro=devices, accumulation=2, devices=devices)
     return step_memory(config, batch, **memory_kind(config, strategy)).peak
