@@ -54,15 +54,16 @@ def export(run: Path, out: Path, *, best: bool = False, license: str = "", force
     return checkpoint
 
 
-def choose(run: Path, best: bool) -> Path:
-    """The newest intact checkpoint of `run`, or the `best` one, or `run` itself if it is one. Raises UserError."""
+def choose(run: Path, best: bool, *, to_resume: bool = False) -> Path:
+    """The newest intact checkpoint of `run`, or the `best` one, or `run` itself if it is one; with its optimizer state
+    only if `to_resume`. Raises UserError."""
     if (run / "manifest.json").is_file():
         if best:
             raise UserError(f"{run} is one checkpoint, but --best chooses among a run's; name {run.resolve().parent}")
-        if problems := verify(run.resolve(), to_resume=False):  # `run` may be a link
+        if problems := verify(run.resolve(), to_resume=to_resume):  # `run` may be a link
             raise UserError(f"{run}: {problems[0]}; name its run to take the newest intact checkpoint")
         return run
-    checkpoint = best_intact(run) if best else newest_intact(run, to_resume=False)
+    checkpoint = best_intact(run, to_resume) if best else newest_intact(run, to_resume=to_resume)
     if checkpoint is None:
         if best:
             reason = "none of its checkpoints is intact and was evaluated (eval_steps); omit --best to take the newest"
@@ -72,11 +73,11 @@ def choose(run: Path, best: bool) -> Path:
     return checkpoint
 
 
-def best_intact(run: Path) -> Path | None:
+def best_intact(run: Path, to_resume: bool = False) -> Path | None:
     """The intact checkpoint with the lowest validation loss in metrics.jsonl, among those still on disk."""
     losses = val_losses(run)
     for loss, path in sorted((losses[step_of(path)], path) for path in checkpoints(run) if step_of(path) in losses):
-        if not verify(path, to_resume=False):
+        if not verify(path, to_resume=to_resume):
             logger.info("best       %s has the lowest validation loss of those kept, %.4f", path, loss)
             return path
     return None
@@ -89,11 +90,12 @@ def push(args: argparse.Namespace) -> ExitCode:
     check_repo_name(args.repo, "--repo")
     if huggingface_hub.constants.HF_HUB_OFFLINE:
         raise UserError("HF_HUB_OFFLINE is set; unset it where the Hub can be reached, and push there")
-    final = choose(args.run, args.best)
+    final = choose(args.run, args.best, to_resume=args.state)
     config = state_of(final).get("config", {})
+    if (state := args.state or config.get("push_to_hub") == "state") and not args.state:
+        final = choose(args.run, args.best, to_resume=True)
     private = args.private or bool(config.get("hub_private_repo"))
     license = "" if args.no_card else args.license or config.get("hub_license", "")
-    state = args.state or config.get("push_to_hub") == "state"
     check_access(args.repo, private, license, "--repo")
     milestone_steps = config.get("milestone_steps", 0)
     uploads = Uploads(args.run, args.repo, private, milestone_steps, final, license, not args.no_card, state)
