@@ -37,10 +37,7 @@ from recipe.utils.redaction import redacted
 
 logger = logging.getLogger(__name__)
 
-_COMPLETE = (
-    "complete   training is finished (%s): nothing was trained, and changed fields have no effect; --max_steps trains "
-    "longer, --fresh starts over"
-)
+_COMPLETE = "complete   training is finished (%s): nothing was trained; --max_steps trains longer, --fresh starts over"
 # Paths: may differ between nodes.
 _PATH_FIELDS = {"config", "dataset_name", "val_data", "train_text", "init_from", "output_dir"}
 

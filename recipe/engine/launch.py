@@ -154,9 +154,11 @@ def check_accelerator(accelerator: Accelerator, supported: tuple[DistributedType
         "gradient_accumulation_steps",
         "deepspeed_offload_optimizer_device",
         "deepspeed_offload_param_device",
+        "deepspeed_zero_stage",
+        "gradient_clipping",
     ):
         if (value := os.environ.get(f"ACCELERATE_{option.upper()}", "none")) not in ("none", "1"):
             raise UserError(
                 f"the launch sets {option} {value}, which would not be used; remove it: total_batch_tokens and "
-                "micro_batch_size decide the accumulation, and ds_configs/ what is sharded"
+                "micro_batch_size decide the accumulation, max_grad_norm the clipping, and ds_configs/ what is sharded"
             )

@@ -136,7 +136,7 @@ def _notes(config: Config, strategy: Strategy) -> Iterator[str]:
     tasks = max(int(os.environ.get(name, 1)) for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"))
     if tasks > 1 == strategy.runtime.processes.world_size:
         yield f"mpirun or srun has started {tasks} processes, each of which trains alone; use accelerate launch"
-    if {"ACCELERATE_MIXED_PRECISION", "MASTER_PORT"} <= os.environ.keys() and "WORLD_SIZE" not in os.environ:
+    if device.type == "cpu" and {"ACCELERATE_MIXED_PRECISION", "MASTER_PORT"} <= os.environ.keys() - {"WORLD_SIZE"}:
         yield (  # distributed_type MULTI_CPU or NO with num_processes 2: Accelerate 1.15 leaves the rest to mpirun
             "Accelerate has started one process, though its settings are for several; accelerate_configs/ddp.yaml "
             "starts several, on the CPU with ACCELERATE_USE_CPU=true"
