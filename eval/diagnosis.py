@@ -20,6 +20,7 @@ LEARNING_STEP, LEARNING_DROP = 200, 2.0
 MAX_RISE = 0.03
 # Nats by which the median training loss of a run's last tenth may lie above that of another: far more than its noise.
 MAX_TRAINING_RISE = 0.5
+MIN_LINES = 20  # of training losses, so that a tenth of them has a median
 # Fraction of the tokens by which a curve may be ahead of or behind its reference.
 TOKEN_SHIFT = 0.1
 # Up to this many skipped steps are only worth a note: fp16's loss scale starts at 65,536 and is halved at each.
@@ -38,10 +39,10 @@ def diagnose(run: Run, references: list[Reference]) -> list[Finding]:
     """All findings about a run, the comparison with its reference first."""
     findings = [*_learning(run), *_rise(run)]
     if not any(finding.kind == "bad" for finding in findings):
-        overfitting = "overfitting, " if len(_comparable(run)[0]) >= 3 else ""
-        findings.append(
-            Finding("good", f"First loss, skipped steps, {overfitting}divergence: nothing else stands out.")
-        )
+        is_validated, is_long = len(_comparable(run)[0]) >= 3, len(run.series("loss")[0]) >= MIN_LINES
+        checks = ["First loss", "skipped steps", *["overfitting"] * is_validated]
+        checks += ["divergence"] * (is_validated or is_long)
+        findings.append(Finding("good", f"{', '.join(checks)}: nothing else stands out."))
     return [compare_with_reference(run, references), *findings]
 
 
@@ -124,7 +125,7 @@ def _rise(run: Run) -> Iterator[Finding]:
     x, val = _comparable(run)
     tokens, loss = run.series("loss")
     if len(x) < 3 or val[-1] - val.min() <= MAX_RISE:
-        medians = [np.median(part) for part in np.array_split(loss, 10)] if len(loss) >= 20 else [0]
+        medians = [np.median(part) for part in np.array_split(loss, 10)] if len(loss) >= MIN_LINES else [0]
         if medians[-1] > min(medians) + MAX_TRAINING_RISE:
             text = f"The training loss has risen from {min(medians):.2f} to {medians[-1]:.2f}: it diverges. "
             yield Finding("bad", text + "A lower learning_rate or more warm-up would help.")

@@ -92,7 +92,8 @@ def push(args: argparse.Namespace) -> ExitCode:
         raise UserError("HF_HUB_OFFLINE is set; unset it where the Hub can be reached, and push there")
     final = choose(args.run, args.best, to_resume=args.state)
     config = state_of(final).get("config", {})
-    if (state := args.state or config.get("push_to_hub") == "state") and not args.state:
+    state = args.state or config.get("push_to_hub") == "state"
+    if state and not args.state:
         final = choose(args.run, args.best, to_resume=True)
     private = args.private or bool(config.get("hub_private_repo"))
     license = "" if args.no_card else args.license or config.get("hub_license", "")

@@ -112,6 +112,13 @@ def test_an_export_does_not_need_the_optimizer_state(whole_run, tmp_path, capsys
     assert "--fresh" not in error
 
 
+def test_a_push_with_the_optimizer_state_takes_a_checkpoint_that_has_it(whole_run, tmp_path):
+    run = shutil.copytree(whole_run[0], tmp_path / "run")
+    (run / "step_00000020" / "optimizer.safetensors").unlink()
+    newest, to_resume = (export.choose(run, False, to_resume=state).name for state in (False, True))
+    assert (newest, to_resume) == ("step_00000020", "step_00000010")
+
+
 def test_mistakes_of_an_export(whole_run, tmp_path, capsys):
     run, out = whole_run[0], tmp_path / "out"
 
