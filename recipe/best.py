@@ -56,7 +56,7 @@ logger = logging.getLogger("recipe.best")
 
 FITTED_BELOW = 1e15  # FLOPs of a run to which the law that was fitted to small runs can be extended
 OWN_TOKENIZER_BELOW = 1e17  # FLOPs of a run in which the head for GPT-2's 50,257 tokens would take most of the time
-PACED_STEPS, PACED_SIZES = 20, 3  # of each size whose speed is measured, and how many sizes at most
+PACED_STEPS, PACED_RUNS = 20, 3  # of each run whose speed is measured, and how many runs at most
 COMPILED_FROM_S = 900  # of a run: in a shorter one it would cost too much to compile each size that is measured
 TRIAL_SHARES, LONGEST_TRIAL_S = (0.02, 0.12), 300  # of the time, so far apart that they show how the text is learned
 WELL_BEFORE = 0.8  # of the time: a run that has read its text often enough by then ends there, else by the clock
@@ -256,12 +256,15 @@ def read_text(request: argparse.Namespace, config: Config, strategy: Strategy) -
 
 
 def try_sizes(forecaster: Forecaster, seconds: float, flags: list[str], torch_compile: bool) -> float:
-    """Measures the speed of the best size, which may make another one the best, until that one is measured or three
-    are; then the loss of the best, in two trials. Returns the seconds that the second trial took in addition
+    """Measures the speed of the best run, which may make another size or batch the best, until that is measured or
+    three are; then the loss of the best, in two trials. Returns the seconds that the second trial took in addition
     to its training. A collective call."""
-    for _ in range(PACED_SIZES):
+    measured = set()
+    for _ in range(PACED_RUNS):
         best = forecaster.best(seconds)
-        if forecaster.flops(best.size) not in forecaster.rates:
+        best_run = best.size, forecaster.recipe(best.size, best.tokens)["total_batch_tokens"]
+        if best_run not in measured:
+            measured.add(best_run)
             measure_speed(forecaster, best, flags, torch_compile and seconds > COMPILED_FROM_S)
     best, overhead = forecaster.best(seconds), 0.0
     for share in TRIAL_SHARES:

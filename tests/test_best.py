@@ -18,7 +18,7 @@ from recipe.config.catalog import text_files
 from recipe.config.fields import FIELDS
 from recipe.data.survey import OWN_VOCAB_SIZE, Text
 from recipe.engine.factory import open_strategy
-from recipe.estimate import scaling
+from recipe.estimate import forecast, scaling
 from recipe.estimate.forecast import Forecaster, recipe
 from tests import processes as programs
 from tests.conftest import ROOT, SHAKESPEARE, launch, metrics, ok
@@ -152,6 +152,28 @@ def test_a_gpu_whose_smallest_step_takes_ten_milliseconds_gets_a_model_that_fill
     rate = speed(forecast.size, recipe(forecast.size, text, forecast.tokens, 1)["total_batch_tokens"][0])
     assert rate * forecaster.flops(forecast.size) > 0.9 * 4e14
     assert forecast.limit == "text" or forecast.tokens == pytest.approx(rate * seconds, rel=0.1)
+
+
+def test_the_speed_is_measured_with_the_batch_of_the_recipe(monkeypatch):
+    """Half the batch has twice the steps, whose optimizer takes a fifth of the time on a CPU."""
+    monkeypatch.setattr(forecast, "expected_flops", lambda *_, **__: (1.8e11, 1.8e11, "guessed"))
+    text = Text("my.txt", "tokenizer", 13.3e6, 3.0)
+    forecaster = Forecaster(open_strategy("auto", "h200"), text, 4096, scaling.law)
+
+    def speed(size, batch):
+        return batch / (0.17 + batch * forecaster.flops(size) / 1.8e11)
+
+    def train_and_delete(strategy, fields, flags):
+        rate = speed((fields["n_layer"][0], fields["n_embd"][0]), fields["total_batch_tokens"][0])
+        return [{"step": 10, "tokens": 1e6, "seconds": 1.0, "val_loss": 5.0, "tokens_per_second": rate}]
+
+    monkeypatch.setattr(best, "train_and_delete", train_and_delete)
+    for seconds in range(600, 3600, 60):
+        forecaster.rates.clear()
+        best.try_sizes(forecaster, seconds, [], torch_compile=False)
+        run = forecaster.best(seconds)
+        batch = recipe(run.size, text, run.tokens, 1)["total_batch_tokens"][0]
+        assert run.tokens == pytest.approx(seconds * speed(run.size, batch), rel=0.02), (seconds, run, batch)
 
 
 def test_a_loss_below_zero_is_not_forecast(call_here, monkeypatch):

@@ -41,7 +41,7 @@ class Forecaster:
     """What each size reaches on these devices with this text; the same on all processes.
 
     Attributes:
-        rates: {FLOPs per token: tokens per second} of the sizes whose speed was measured.
+        rates: {FLOPs per token: tokens per second} of the sizes whose speed was measured, with their latest batch.
         losses: [(loss by the law, loss on this text)] of the trials.
     """
 
