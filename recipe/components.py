@@ -280,22 +280,8 @@ def _steps_of_hours(config: Config, decay_due: bool) -> int:
 
 
 def check_same_launch(config: Config, strategy: Strategy) -> None:
-    """Raises UserError, on all processes, if one was launched with another configuration or other code than rank 0, if
-    an automatic restart would start over, or if the optimizer or the fused loss is not supported here. A collective
-    call."""
-    run, optim, supported = config.run, config.optimizer.optim, strategy.runtime.optimizers
-    if supported and optim not in supported:
-        raise UserError(
-            f"optim {optim} is not supported on {strategy}; launch with accelerate_configs/ddp.yaml or single.yaml, or "
-            f"choose --optim {' or '.join(supported)} and its learning rate"
-        )
-    if run.fused_loss is True and not (run.plan_device or can_fuse(strategy.device.type)):
-        raise UserError("fused_loss needs a GPU with CUDA, and Triton; remove fused_loss")
-    if run.fresh and (limit := max_restarts()):
-        raise UserError(
-            f"--fresh would start over at each of the {limit} restarts that --max_restarts allows; remove one of them, "
-            f"or move {run.output_dir} away"
-        )
+    """Raises UserError, on all processes, if one was launched with another configuration or other code than rank 0. A
+    collective call."""
     settings = {k: v for k, v in redacted(config.flat()).items() if k not in _PATH_FIELDS}
     settings["dataset_name's weights"] = [entry.count for entry in data_sets(config.data)]
     code = b"".join(path.read_bytes() for path in sorted((ROOT / "recipe").rglob("*.py")))
@@ -309,3 +295,21 @@ def check_same_launch(config: Config, strategy: Strategy) -> None:
                 f"the configuration differs from rank 0's: {'; '.join(differences)}. Launch the same command from the "
                 "same code on every node"
             )
+
+
+def check_supported(config: Config, strategy: Strategy) -> None:
+    """Raises UserError if the optimizer or the fused loss is not supported here, or if an automatic restart would start
+    over."""
+    run, optim, supported = config.run, config.optimizer.optim, strategy.runtime.optimizers
+    if supported and optim not in supported:
+        raise UserError(
+            f"optim {optim} is not supported on {strategy}; launch with accelerate_configs/ddp.yaml or single.yaml, or "
+            f"choose --optim {' or '.join(supported)} and its learning rate"
+        )
+    if run.fused_loss is True and not (run.plan_device or can_fuse(strategy.device.type)):
+        raise UserError("fused_loss needs a GPU with CUDA, and Triton; remove fused_loss")
+    if run.fresh and (limit := max_restarts()):
+        raise UserError(
+            f"--fresh would start over at each of the {limit} restarts that --max_restarts allows; remove one of them, "
+            f"or move {run.output_dir} away"
+        )

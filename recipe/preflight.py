@@ -129,10 +129,9 @@ class Report:
         if self._processes.is_main:
             RESULT.parent.mkdir(exist_ok=True)
             RESULT.unlink(missing_ok=True)  # or a model card would quote it, were this process killed
+            an_hour_ago = time.time() - 3600  # a newer directory may belong to another node's preflight
             for leftover in RESULT.parent.glob(".preflight-*"):
-                if (
-                    time.time() - os.path.getmtime(leftover) > 3600
-                ):  # a newer one may belong to another node's preflight
+                if os.path.getmtime(leftover) < an_hour_ago:
                     shutil.rmtree(leftover, ignore_errors=True)
             directory = tempfile.mkdtemp(prefix=".preflight-", dir=RESULT.parent)
         self.directory = Path(self._processes.broadcast_object(directory))

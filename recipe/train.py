@@ -28,6 +28,7 @@ from recipe.components import (
     check_initial_weights,
     check_inputs,
     check_same_launch,
+    check_supported,
     is_complete,
     open_components,
     open_run_directory,
@@ -75,6 +76,7 @@ def run(config: Config, strategy: Strategy) -> ExitCode:
     """Runs training from the configuration to the closing panel."""
     processes, stop = strategy.runtime.processes, strategy.runtime.stop
     check_same_launch(config, strategy)
+    check_supported(config, strategy)
     config = with_vocabulary(config, processes)
     check_initial_weights(config, processes)
     config = with_steps(config, processes)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from recipe import components
-from recipe.components import check_same_launch
+from recipe.components import check_same_launch, check_supported
 from recipe.config import parse_config
 from recipe.engine.device import Device
 from recipe.engine.runtime import Runtime
@@ -59,8 +59,8 @@ def test_fresh_and_restarts_are_refused_together(monkeypatch):
     config = parse_config(["--output_dir=runs/mine"])
     fresh_config = config.replace(fresh=True)
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
-    check_same_launch(config, node(Processes()))
+    check_supported(config, node(Processes()))
     with pytest.raises(UserError, match=r"--fresh would start over at each of the 3 restarts .* move runs/mine away"):
-        check_same_launch(fresh_config, node(Processes()))
+        check_supported(fresh_config, node(Processes()))
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "0")
-    check_same_launch(fresh_config, node(Processes()))
+    check_supported(fresh_config, node(Processes()))
