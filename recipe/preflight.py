@@ -3,7 +3,7 @@
     accelerate launch --config_file accelerate_configs/ddp.yaml recipe/preflight.py --config gpt2
 
 Prints a line for each check, "ok" or what is wrong and what to do, and writes runs/preflight.json. Exits with 0 if all
-is well, else with 1. A check that hangs, or that ends with an error, is the last one.
+is well, with 2 if the command is wrong, else with 1. A check that hangs, or that ends with an error, is the last one.
 """
 
 from __future__ import annotations
