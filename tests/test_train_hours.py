@@ -25,9 +25,9 @@ def saved_state(run) -> tuple[int, int, float]:
     return state["step"], state["config"]["max_steps"], state["metrics"]["seconds"] + state["metrics"]["pauses"]
 
 
-def test_at_a_constant_speed_a_run_ends_after_98_percent_of_the_time():
+def test_at_a_constant_speed_a_run_ends_after_96_percent_of_the_time():
     config = parse_config(["--train_hours=1", "--lr_scheduler_type=wsd", "--decay_fraction=0.6"])
-    for fraction, is_due in ((0.4 * 0.979, False), (0.4 * 0.981, True)):  # the decay takes 1.5 times as long again
+    for fraction, is_due in ((0.4 * 0.959, False), (0.4 * 0.961, True)):  # the decay takes 1.5 times as long again
         assert time_to_decay({"seconds": 3600 * fraction - 60, "pauses": 60, "first_steps": 0}, config) is is_due
 
 
