@@ -241,6 +241,12 @@ def test_0_is_never_and_end_is_at_the_end_only(recipe, task):
         assert steps(0) == []
 
 
+def test_a_milestone_is_saved_whatever_save_steps_is():
+    config = parse_config(["--max_steps=700", "--save_steps=175", "--milestone_steps=200"])
+    saved_steps = [step for step in range(701) if due_at(step, config).save and step != config.optimizer.decay_start]
+    assert saved_steps == [175, 200, 350, 400, 525, 600, 700]
+
+
 def test_no_setting_is_in_two_kinds_of_file():
     """A recipe has hyperparameters and precision, Accelerate's file the processes, DeepSpeed's the sharding."""
     recipes = {key for path in RECIPES for key in yaml.safe_load(path.read_text())}

@@ -81,7 +81,7 @@ def due_at(step: int, config: Config) -> Due:
         last=last,
         log=step == 1 or every(run.logging_steps),
         eval=every(run.eval_steps),
-        save=step > 0 and (every(run.save_steps) or step == config.optimizer.decay_start),
+        save=step > 0 and (every(run.save_steps) or every(run.milestone_steps) or step == config.optimizer.decay_start),
         hellaswag=step > 0 and every(run.hellaswag_steps),
         sample=every(run.sample_steps),
     )

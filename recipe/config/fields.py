@@ -204,7 +204,7 @@ class RunConfig:
         1000, "steps between checkpoints; end: only the one at the end, and wsd's before the decay", min=1
     )
     save_total_limit: int = setting(2, "newest checkpoints to keep, besides the best one and milestones", min=1)
-    milestone_steps: int = setting(0, "never delete checkpoints at multiples of this step (0: none)", min=0)
+    milestone_steps: int = setting(0, "save checkpoints every so many steps that are never deleted (0: none)", min=0)
     push_to_hub: bool | Literal["state"] = setting(
         False,
         "upload milestones and the final checkpoint to hub_model_id during training; state: with the optimizer state "
