@@ -13,7 +13,7 @@ from recipe.data.tokenizer import VOCAB_SIZE
 
 SCALING = json.loads(Path(__file__).with_suffix(".json").read_text())
 Size = tuple[int, int]  # layers and width
-# The small runs' sizes, with one block per 32 of width; three between them and GPT-2's four
+# The small runs' sizes, with one block per 32 of width; three between them and GPT-2's four.
 SIZES: tuple[Size, ...] = (
     *((2, 64), (3, 96), (4, 128), (5, 160), (6, 192), (8, 256), (8, 384), (10, 512)),
     *((12, 768), (24, 1024), (36, 1280), (48, 1600)),
