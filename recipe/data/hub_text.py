@@ -22,7 +22,7 @@ from recipe.utils.redaction import redact
 logger = logging.getLogger(__name__)
 
 ANSWER_S = 30.0  # seconds for the Hub's complete answer to the first request
-_RETRY_WINDOW_S = 900  # seconds without a new document after which a failing Hub ends the run
+_RETRY_WINDOW_S = 900  # seconds from the first failure after which a Hub that goes on failing ends the run
 _MAX_DELAY_S = 60  # seconds between two attempts
 _STATE_EVERY = 256  # documents between positions at which a stream can resume
 _PERMANENT_STATUSES = {400, 401, 403, 404, 410, 416}  # HTTP
@@ -42,7 +42,8 @@ class HubText:
     def __init__(self, data: DataConfig, column: Column):
         self.repo, self.column, self._data = data.train_text, column, data
         self.name = next((name for name, (repo, _) in DATASETS.items() if repo == self.repo), self.repo)
-        self._has_succeeded, self._last_success = False, time.monotonic()
+        self._has_succeeded = False
+        self._failing_since: float | None = None  # time.monotonic() of the first failure since the last document
         self._dataset = None  # opened by `_rows`
 
     def __str__(self) -> str:
@@ -72,12 +73,14 @@ class HubText:
         if not self._has_succeeded:
             raise self._error(error) from None
         status, reason = _status_and_reason(error)
-        silence = time.monotonic() - self._last_success
-        if status in _PERMANENT_STATUSES or silence > _RETRY_WINDOW_S:
+        if self._failing_since is None:  # the time of the last document would not do: a stream waits for its readers
+            self._failing_since = time.monotonic()
+        seconds = time.monotonic() - self._failing_since
+        if status in _PERMANENT_STATUSES or seconds > _RETRY_WINDOW_S:
             raise UserError(
                 f"data set {self.name}: the Hub, which answered before, reports {reason}; the same command continues"
             ) from None
-        delay = min(_MAX_DELAY_S, 1 + silence)  # about twice as long each time
+        delay = min(_MAX_DELAY_S, 1 + seconds)  # about twice as long each time
         logger.warning("data       %s: %s; trying again in %.0f s from where it stopped", self.repo, reason, delay)
         time.sleep(delay)
 
@@ -87,7 +90,7 @@ class HubText:
         while True:
             try:
                 for index, row, stream in self._rows(stream):  # noqa: B020  (a retry resumes from there)
-                    self._has_succeeded, self._last_success = True, time.monotonic()
+                    self._has_succeeded, self._failing_since = True, None
                     if index >= next_index:
                         next_index = index + 1
                         for content in self.column.pieces(row, self.repo):

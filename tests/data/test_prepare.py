@@ -296,6 +296,27 @@ def test_retries_of_the_hub_end_after_15_minutes(monkeypatch):
     assert 900 < clock[0] <= 960
 
 
+def test_a_failure_of_the_hub_after_an_idle_hour_is_retried(monkeypatch, caplog):
+    """A stream reads on once a shard has been trained on, which may take longer than the retries of a failure."""
+    failures = [ConnectionError("gone")]
+
+    def rows(_, stream):
+        for number in range(3):
+            if number == 1 and failures:
+                raise failures.pop()
+            yield number, {"text": f"document {number}"}, stream
+
+    monkeypatch.setattr(HubText, "_rows", rows)
+    clock = [0.0]
+    monkeypatch.setattr(time, "sleep", lambda seconds: clock.__setitem__(0, clock[0] + seconds))
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    pieces = HubText(DataConfig(train_text="a/b"), Column("text", open_tokenizer("gpt2"))).pieces()
+    assert next(pieces).content == "document 0"
+    clock[0] += 3600
+    assert [piece.content for piece in pieces] == [f"document {number}" for number in (1, 2)]
+    assert "a/b: ConnectionError: gone; trying again in 1 s from where it stopped" in caplog.text
+
+
 def zipped(data: bytes) -> bytes:
     """Without the time: the bytes are part of a test's name, on which pytest-xdist's workers must agree."""
     return gzip.compress(data, mtime=0)
