@@ -176,9 +176,9 @@ class Manifest:
 
 
 def check_tokenizer(name: str, shards: list[Shard], tokenizer: GPT2Tokenizer) -> None:
-    """Raises UserError for shards of another tokenizer: according to the manifest of the directory `name`; or without
-    one if the largest token of a long sample is below a sixteenth of the vocabulary, as in nanoGPT's character data."""
-    manifest = Manifest.load(Path(name))
+    """Raises UserError for shards of another tokenizer: by the manifest beside them, also if `name` is a glob; or
+    without one if the largest token of a long sample is below a sixteenth of the vocabulary, as of characters."""
+    manifest = Manifest.load(shards[0].path.parent)
     if manifest and manifest.tokenizer != tokenizer.digest:
         origin = "GPT-2's tokenizer" if manifest.tokenizer == GPT2 else f"another tokenizer ({manifest.tokenizer})"
         raise UserError(

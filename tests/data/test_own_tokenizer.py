@@ -195,6 +195,9 @@ def test_a_run_or_shards_of_another_tokenizer_are_refused(trained_run, tmp_path)
     assert "tokenizer own -> another of that name; restore those" in refused(tokenizer=namesake)
     message = refused(tokenizer=other, output_dir=tmp_path / "run", dataset_name=data)
     assert f"{data} holds shards of another tokenizer" in message
+    files = f"{data}/train_*.bin"
+    message = refused(tokenizer=similar, output_dir=tmp_path / "run", dataset_name=files, val_data=f"{data}/val_*.bin")
+    assert f"{files} holds shards of another tokenizer" in message
     message = refused(tokenizer=other, output_dir=tmp_path / "run", dataset_name=data, train_text=root / "text.txt")
     assert "holds shards of another text or with other settings: tokenizer was" in message
 
