@@ -193,6 +193,11 @@ def check(config: Config) -> None:
             f"sequence_length {data.sequence_length} is longer than n_positions {model.n_positions}; raise n_positions "
             "or shorten the sequences"
         )
+    if opt.total_batch_tokens < data.sequence_length:
+        raise UserError(
+            f"total_batch_tokens {opt.total_batch_tokens} is less than one sequence of {data.sequence_length} tokens "
+            "(sequence_length); it counts tokens, not sequences"
+        )
     if opt.warmup_steps >= opt.max_steps and not (config.run.num_train_epochs or config.run.train_hours):
         raise UserError(f"warmup_steps {opt.warmup_steps} must be below max_steps {opt.max_steps}; shorten the warm-up")
     if config.run.train_hours and opt.decay_fraction > MAX_DECAY_FRACTION:

@@ -221,6 +221,7 @@ def test_num_train_epochs_replaces_max_steps(workdir):
     for length, message in (
         (["--num_train_epochs=2", "--streaming=true", "--val_documents=1"], "the data are a stream (data/mine-"),
         (["--num_train_epochs=0.001", "--warmup_steps=9"], "warmup_steps 9 must be below max_steps 1"),
+        (["--num_train_epochs=1", "--total_batch_tokens=16"], "total_batch_tokens 16 is less than one sequence of 32"),
     ):
         result = run(*length)
         assert result.returncode == 2
