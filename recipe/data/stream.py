@@ -135,7 +135,7 @@ class StreamedDataset(TokenDataset):
         """Like TokenDataset's: the builder must not wait for this reader at shards that it gets no window of."""
         if window >= self.windows and not self.manifest.complete:
             self._refresh()
-        epoch, window = divmod(window, self.windows) if self.manifest.complete else (0, window)
+        epoch, window = divmod(window, self.windows) if self.manifest.complete and self.windows else (0, window)
         # A window beyond the known ones is in the next shard or a later one.
         self._pass_to(epoch * len(self.shards) + int(np.searchsorted(self.starts, window, side="right")) - 1)
 

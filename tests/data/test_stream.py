@@ -166,6 +166,15 @@ def test_a_stream_that_cannot_start_is_refused(prepared, tmp_path, changes, mess
         Builder(config_of(prepared, tmp_path, **changes), readers=1).run(None, None)
 
 
+def test_a_stream_shorter_than_a_step_is_refused(tmp_path):
+    """Also if it has no full sequence."""
+    (tmp_path / "d.txt").write_text(f"{'held out ' * 50}<|endoftext|>the rest")
+    paths = {"dataset_name": tmp_path / "d.txt", "output_dir": tmp_path / "run"}
+    result = run_train(*flags(**TINY | paths | {"streaming": "true", "val_documents": 1}), cwd=tmp_path)
+    assert result.returncode == 2
+    assert "takes 4 sequences a step, but the training data have only 0; lower" in result.stderr
+
+
 def test_a_text_that_changed_since_the_checkpoint_is_refused(prepared, tmp_path):
     """By the SHA-256 of a shard that is made again."""
     manifest = Manifest(**dataclasses.asdict(prepared.manifest))
