@@ -6,11 +6,15 @@ import pytest
 
 from recipe import components
 from recipe.components import check_same_launch, check_supported
-from recipe.config import parse_config
+from recipe.config import batch_arithmetic, parse_config
+from recipe.data.open import open_datasets
+from recipe.data.prepare import prepare
 from recipe.engine.device import Device
 from recipe.engine.runtime import Runtime
 from recipe.utils.errors import UserError
 from recipe.utils.processes import Processes
+from tests.conftest import flags
+from tests.data import TEXT, data_of
 
 
 class Launch(Processes):
@@ -53,6 +57,25 @@ def test_a_node_that_is_launched_differently_is_refused(monkeypatch, tmp_path):
     monkeypatch.setattr(Launch, "others_differ", True)
     with pytest.raises(UserError, match="on another process; its error message has the cause"):
         check_same_launch(config, node(Launch()))
+
+
+def test_a_node_with_other_shards_is_refused(monkeypatch, tmp_path):
+    """Each node may have a disk of its own, on which the same command has prepared a later version of a data set."""
+    monkeypatch.setattr(Launch, "sent_by_rank_0", None)
+    fields = {"n_positions": 16, "sequence_length": 16, "total_batch_tokens": 32}
+    for node, text in (("a", TEXT[:9000]), ("b", TEXT[:9000]), ("c", TEXT[9000:18000])):
+        (tmp_path / f"{node}.txt").write_text(text)
+        prepare(data_of(tmp_path / f"{node}.txt", tmp_path / node))
+
+    def open_on(node: str) -> None:
+        config = parse_config(flags(dataset_name=tmp_path / node, **fields))
+        with open_datasets(config, batch_arithmetic(config, 1), Launch()):
+            pass
+
+    open_on("a")  # rank 0
+    open_on("b")
+    with pytest.raises(UserError, match=r"c holds other shards here than on rank 0's node; copy"):
+        open_on("c")
 
 
 def test_fresh_and_restarts_are_refused_together(monkeypatch):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from recipe.config import MIXTURE_PERIOD, BatchPlan, Config, DataConfig, MixtureEntry, data_sets
 from recipe.data.builder import Builder
-from recipe.data.dataset import TokenDataset, check_data
+from recipe.data.dataset import TokenDataset, check_data, check_same_data
 from recipe.data.mixed import Dataset, MixedDataset, windows_before
 from recipe.data.prepare import must_prepare, prepare
 from recipe.data.producer import Producer
@@ -54,11 +54,27 @@ def open_datasets(
             train_sets.append(train)
             val_sets.append(validation)
         check_data(train_sets, val_sets)
+        _check_same_on_all_nodes(train_sets + val_sets, processes)
         if len(entries) == 1:
             yield train_sets[0], val_sets[0]
             return
         train, val = (MixedDataset(entries, parts, batch.sequences, run.seed) for parts in (train_sets, val_sets))
         yield train, val
+
+
+def _check_same_on_all_nodes(datasets: list[TokenDataset], processes: Processes) -> None:
+    """Raises UserError, on all processes, if one has other shards than rank 0: each node may have a disk of its own. A
+    collective call."""
+    states = [dataset.state_dict() for dataset in datasets]
+    rank0_states = processes.broadcast_object(states)
+    with processes.shared_error("the shards differ"):
+        for dataset, rank0_state, state in zip(datasets, rank0_states, states, strict=True):
+            directory = dataset.shards[0].path.parent
+            try:
+                check_same_data(rank0_state, state, "")
+            except UserError:
+                problem = f"{directory} holds other shards here than on rank 0's node"
+                raise UserError(f"{problem}; copy that directory from there") from None
 
 
 def training_windows(config: Config) -> int:
