@@ -153,9 +153,11 @@ def check_data(train: list[TokenDataset], validation: list[TokenDataset]) -> Non
             )
     for dataset in train:
         dataset.check_batch()
+    shards = [shard for dataset in train for shard in dataset.shards]
+    training = {shard.path.resolve(): shard for shard in shards} | {shard.sha256: shard for shard in shards}
     for val_shard in (shard for dataset in validation for shard in dataset.shards):
-        for shard in (shard for dataset in train for shard in dataset.shards):
-            if shard.path.resolve() == val_shard.path.resolve() or (shard.sha256 and shard.sha256 == val_shard.sha256):
+        for key in filter(None, (val_shard.path.resolve(), val_shard.sha256)):
+            if shard := training.get(key):
                 raise UserError(
                     f"{shard.path} (training) and {val_shard.path} (validation) hold the same tokens: the validation "
                     "loss would be meaningless; name other files in dataset_name or val_data"
