@@ -5,6 +5,7 @@ the next one begins, so that a producer killed at any moment continues after its
 """
 
 import hashlib
+import os
 from collections.abc import Callable, Iterator
 from itertools import chain, groupby
 from pathlib import Path
@@ -133,7 +134,8 @@ class Producer:
 
     def missing(self, entries: list[dict]) -> list[int]:
         """The indices of the shards that are not on the disk."""
-        return [i for i, entry in enumerate(entries) if not (self.out / entry["file"]).exists()]
+        names = {file.name for file in os.scandir(self.out) if file.is_file()}  # a builder asks ten times a second
+        return [i for i, entry in enumerate(entries) if entry["file"] not in names]
 
     def bytes_of(self, number: int, split: str = "train") -> int:
         """The size of a shard; one that is not in the manifest yet is assumed not to be the last."""
