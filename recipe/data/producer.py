@@ -255,19 +255,15 @@ class Producer:
 
     def _read(self, split: str, position: dict) -> Iterator[Run]:
         """Yields the documents of a split from a position on; for training, those that equal no held-out one."""
-        val_set: set[bytes] = set()
-        if split == "train" and (self.val_documents or self._spread):
-            val = np.concatenate([open_shard(shard).read() for shard in self.manifest.shards_in(self.out, "val")])
-            starts = np.flatnonzero(val == self.tokenizer.end_of_text)  # of documents
-            val_set = {document.tobytes() for document in np.split(val, starts)}
-        max_bytes = max(map(len, val_set), default=0)
+        is_filtered = split == "train" and (self.val_documents or self._spread)
+        digests, max_bytes = self._held_out() if is_filtered else (set(), 0)
         pieces = tokenized(self._pieces_from(split, position), self.tokenizer)
         for number, group in groupby(pieces, key=lambda piece: piece[0].document):
             head, head_bytes, offset = [], 0, 0
             while head_bytes <= max_bytes and (piece := next(group, None)):
                 head.append(piece)
                 head_bytes += piece[1].nbytes
-            if val_set and b"".join(tokens.tobytes() for _, tokens in head) in val_set:
+            if digests and _digest(b"".join(tokens.tobytes() for _, tokens in head)) in digests:
                 continue
             for piece, tokens in chain(head, group):
                 skip = max(0, position["tokens"] - offset) if number == position["document"] else 0
@@ -275,6 +271,16 @@ class Producer:
                     run_position = {"document": number, "tokens": offset + skip, "stream": piece.stream}
                     yield run_position, tokens[skip:]
                 offset += len(tokens)
+
+    def _held_out(self) -> tuple[set[bytes], int]:
+        """The digests of the held-out documents, which may not fit into memory themselves, and the longest's bytes."""
+        digests, max_bytes, rest = set(), 0, np.empty(0, DTYPE)
+        for shard in self.manifest.shards_in(self.out, "val"):
+            tokens = np.concatenate([rest, open_shard(shard).read()])
+            *documents, rest = np.split(tokens, np.flatnonzero(tokens == self.tokenizer.end_of_text))
+            digests.update(_digest(document.tobytes()) for document in documents)
+            max_bytes = max([max_bytes, *(document.nbytes for document in documents)])
+        return digests | {_digest(rest.tobytes())}, max(max_bytes, rest.nbytes)
 
     def _pieces_from(self, split: str, position: dict) -> Iterator[Piece]:
         for piece in self.source.pieces(position["stream"]):
@@ -286,3 +292,7 @@ class Producer:
                 continue
             if number >= position["document"]:
                 yield piece
+
+
+def _digest(document: bytes) -> bytes:
+    return hashlib.blake2b(document, digest_size=16).digest()

@@ -248,9 +248,9 @@ REPEATED = [*DOCUMENTS[:100], *DOCUMENTS[20:60], *DOCUMENTS[100:150], DOCUMENTS[
 
 
 def test_validation_documents_are_never_trained_on(tmp_path, monkeypatch):
-    """Nor are their duplicates, also after an interruption."""
-    data = data_of(write_jsonl(tmp_path / "d.jsonl", REPEATED), tmp_path / "out", val_documents=31, shard_tokens=4000)
-    interrupted_at(monkeypatch, data, 4)
+    """Nor are their duplicates, also after an interruption, and of documents that lie in two shards."""
+    data = data_of(write_jsonl(tmp_path / "d.jsonl", REPEATED), tmp_path / "out", val_documents=31, shard_tokens=1000)
+    interrupted_at(monkeypatch, data, 8)
     manifest = prepare(data)
     assert manifest.shards[0]["split"] == "val"  # validation can begin before training ends
     assert tokens_in(tmp_path / "out", "val") == tokens_of(REPEATED[:30])  # 31 documents: one of them is two
