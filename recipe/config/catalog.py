@@ -31,16 +31,14 @@ def resolve(data: DataConfig) -> DataConfig:
     """Resolves names: `dataset_name` becomes the directory, file or glob of the shards, and `train_text` the text they
     are made from, if any. Shards of a text get a directory of their own under data/, so that they never mix with other
     files."""
-    name, text = data.dataset_name, data.train_text
-    if text:
-        return data if name else dataclasses.replace(data, dataset_name=_directory_of(text, data))
-    if is_text(name):
-        return dataclasses.replace(data, dataset_name=_directory_of(name, data), train_text=name)
-    if not is_on_hub(name):
+    name = data.train_text or data.dataset_name
+    on_hub = is_on_hub(name)
+    if not (data.train_text or on_hub or is_text(name)):
         return data
-    text, subset = DATASETS.get(name, (name, ""))
+    directory = data.dataset_name if data.train_text else ""
+    text, subset = DATASETS.get(name, (name, "")) if on_hub else (name, "")
     data = dataclasses.replace(data, train_text=text, dataset_config=data.dataset_config or subset)
-    return dataclasses.replace(data, dataset_name=_directory_of(text, data))
+    return dataclasses.replace(data, dataset_name=directory or _directory_of(text, data))
 
 
 def _directory_of(text: str, data: DataConfig) -> str:

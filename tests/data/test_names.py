@@ -146,6 +146,9 @@ def test_a_data_set_on_the_command_line_never_inherits_the_recipes_text(workdir)
     assert data("--dataset_name=anywhere").train_text == ""
     assert data("--dataset_name=data/shakespeare").train_text.endswith("tiny_shakespeare.txt")  # the recipe's own
     assert data("--dataset_name=somewhere", "--train_text=a/b").train_text == "a/b"
+    known = data("--dataset_name=somewhere", "--train_text=fineweb-edu")
+    assert known.dataset_name == "somewhere"
+    assert (known.train_text, known.dataset_config) == ("HuggingFaceFW/fineweb-edu", "sample-10BT")
     (workdir / "tinystories").mkdir()
     assert data("--dataset_name=tinystories").train_text == ""  # a directory comes before a known name
 
