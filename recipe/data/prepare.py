@@ -99,7 +99,8 @@ def directory_lock(out: Path, seconds: float = 0) -> Generator[None, None, None]
             yield
     except filelock.Timeout:
         raise UserError(
-            f"{out}: another process is making shards in this directory; wait for it, or give another directory"
+            f"{out}: another process is making shards in this directory; wait for it, or give another directory: "
+            "--train_text TEXT --dataset_name DIRECTORY"
         ) from None
 
 
