@@ -72,6 +72,12 @@ def test_another_optimizer_or_schedule_drops_the_values_for_the_default_one():
     assert "muon_weight_decay is for optim muon" in refused("--optim=adamw", "--muon_weight_decay=0.02")
 
 
+def test_another_schedule_does_not_drop_the_length_of_the_run(recipe):
+    flag = recipe("dataset_name: x\nlr_scheduler_type: wsd\ntrain_hours: 2")
+    assert "train_hours is for lr_scheduler_type wsd, but" in refused(flag, "--lr_scheduler_type=cosine")
+    assert parse_config([flag, "--lr_scheduler_type=cosine", "--max_steps=7"]).optimizer.max_steps == 7
+
+
 def test_an_unknown_name_is_refused_with_a_suggestion(recipe):
     for argument in ("--learning_rat=secret", recipe("dataset_name: x\nlearning_rat: secret")):
         message = refused(argument)

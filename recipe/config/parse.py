@@ -78,6 +78,7 @@ def _without_replaced(recipe: dict, flags: dict) -> dict:
     """The recipe's values without those that depend on something that the command line replaces."""
     base = DEFAULTS | recipe
     dropped = {name for name, (other, value) in REQUIRES.items() if flags.get(other, value) != value == base[other]}
+    dropped -= {*LENGTH_FIELDS}  # without train_hours the run would have the default length
     if any(flags.get(name) for name in LENGTH_FIELDS):
         dropped |= {*LENGTH_FIELDS}
     data_names = [flags[name] for name in ("train_text", "dataset_name") if flags.get(name, "") not in ("", base[name])]
