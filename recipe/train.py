@@ -90,11 +90,15 @@ def run(config: Config, strategy: Strategy) -> ExitCode:
         return ExitCode.DONE
     if config.run.max_hours:
         stop.stop_after(config.run.max_hours)
-    while (code := pretrain(config, batch, strategy)) is None:  # train_hours: it is time to fix the number of steps
+    while True:
+        code = pretrain(config, batch, strategy)
+        strategy.release()  # on a GPU there may be no room for the next one beside it
+        if code is not None:
+            return code
+        # train_hours: it is time to fix the number of steps
         config = with_steps(config.replace(fresh=False), processes, decay_due=True)
         start, steps = config.optimizer.decay_start, config.optimizer.max_steps
         logger.info("decay      begins after step %s; the run has %s steps", f"{start:,}", f"{steps:,}")
-    return code
 
 
 def pretrain(config: Config, batch: BatchPlan, strategy: Strategy) -> ExitCode | None:

@@ -70,6 +70,11 @@ class ZeroStrategy(Strategy):
                 self._zero.set(p, fp32_weights[name])
         return engine, optimizer
 
+    def release(self) -> None:
+        """As Strategy's."""
+        vars(self).pop("_zero", None)  # missing if nothing was trained
+        super().release()
+
     @contextmanager
     def micro_step(self, model: nn.Module, *, last: bool) -> Generator[None, None, None]:
         """Tells DeepSpeed whether this micro-step ends the step."""

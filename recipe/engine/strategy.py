@@ -8,6 +8,7 @@ on the process.
 
 from __future__ import annotations
 
+import gc
 import os
 import warnings
 from contextlib import nullcontext
@@ -98,6 +99,11 @@ class Strategy:
         if world_size > 1 and not isinstance(wrapped, torch.nn.parallel.DistributedDataParallel):
             raise UserError(f"{world_size} processes without DDP; launch with accelerate_configs/ddp.yaml")
         return wrapped, optimizer
+
+    def release(self) -> None:
+        """Frees the model and the optimizer of a run that has ended: Accelerate keeps them, as do reference cycles."""
+        self._accelerator.free_memory()  # collects garbage too, but before it lets go of them (accelerate 1.15)
+        gc.collect()
 
     # A step: micro-steps, each with a forward and a backward pass, and then the update
 
