@@ -18,7 +18,7 @@ from recipe.engine import factory
 from recipe.engine.launch import EXIT_GRACE_S, check_launch, fail
 from recipe.engine.shutdown import StopSignal
 from recipe.utils.errors import UserError
-from tests.conftest import ROOT, environment, ok, run_train
+from tests.conftest import ROOT, environment, launch, ok, run_train
 
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/"
 CLOSED = GLOO + "pair.cc:553] Connection closed by peer [10.0.0.2]:5555. This is typically caused by a remote crash."
@@ -181,6 +181,9 @@ def test_a_note_says_that_accelerate_starts_one_process_where_its_file_asks_for_
         "note       Accelerate has started one process, though its settings are for several; accelerate_"
         in result.stdout
     )
+    several = ok(launch("ddp", 2, "recipe/train.py", "--dry_run", env={"ACCELERATE_USE_CPU": "true"}, real=True))
+    assert "2 processes" in several.stdout
+    assert "started one process" not in several.stdout
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
