@@ -203,5 +203,6 @@ def outcome(config: Config, metrics: Metrics, val_loss: float) -> Iterator[str]:
     yield f"  transformers.AutoModelForCausalLM.from_pretrained({str(run_dir / f'step_{steps:08d}')!r})"
     in_root = Path.cwd() == ROOT
     make = "make" if in_root else f"make -C {shlex.quote(str(ROOT))}"
-    run = shlex.quote(str(run_dir if in_root else run_dir.resolve()))
+    run = str(run_dir if in_root else run_dir.resolve())
+    run = shlex.quote(shlex.quote(run))  # for this shell and for that of make, to which RUN may be several words
     yield from (f"  {make} sample MODEL={run}", f"  {make} report RUN={run}", f"  {make} export RUN={run}")

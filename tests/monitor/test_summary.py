@@ -3,6 +3,7 @@
 import dataclasses
 import re
 import shlex
+import subprocess
 from types import SimpleNamespace
 
 import pytest
@@ -164,7 +165,9 @@ def test_the_closing_panel(whole_run, monkeypatch, tmp_path):
     assert list(summary.outcome(config, metrics, 3.2))[1] == "best       validation loss 3.1234 at step 250"
     metrics.val_losses = {19073: 3.2}
     report_line = list(summary.outcome(config, metrics, 3.2))[-2]
-    assert report_line == f"  make -C {ROOT} report RUN={shlex.quote(str(tmp_path / 'a run'))}"
+    assert report_line.startswith(f"  make -C {ROOT} report RUN=")
+    commands = subprocess.check_output(["sh", "-c", f"{report_line} -n -o .venv/installed"], text=True)
+    assert str(tmp_path / "a run") in shlex.split(commands)
     run, _, output = whole_run
     assert output.splitlines()[-4:] == [
         f"  transformers.AutoModelForCausalLM.from_pretrained('{run}/step_00000020')",
