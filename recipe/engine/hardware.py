@@ -248,7 +248,8 @@ def compile_graph(model: torch.nn.Module, mode: str) -> None:
     if torch.are_deterministic_algorithms_enabled():
         import torch._inductor.config as inductor
 
-        inductor.deterministic = True  # otherwise sums depend on which variant of a kernel was the fastest
+        if hasattr(inductor, "deterministic"):  # torch 2.9 does not have it
+            inductor.deterministic = True  # otherwise sums depend on which variant of a kernel was the fastest
     # CUDA graphs would reserve the memory of a full step, and gain nothing at batches that fill a GPU.
     model.compile(dynamic=False, mode="max-autotune-no-cudagraphs" if mode == "max-autotune" else "default")
 

@@ -161,3 +161,14 @@ def test_the_users_omp_num_threads_is_kept(monkeypatch, launched, launcher_envir
         monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
     hardware.tune_cpu(local_world_size=1)
     assert set_counts == thread_counts
+
+
+def test_a_deterministic_run_is_compiled_by_torch_2_9_too(monkeypatch):
+    """Whose compiler does not have the setting."""
+    from torch._inductor import config
+
+    monkeypatch.delitem(config._config, "deterministic", raising=False)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    model = torch.nn.Linear(1, 1)
+    hardware.compile_graph(model, "default")
+    assert model._compiled_call_impl is not None
