@@ -413,7 +413,8 @@ def compared_in_fp64(
     for call, device_or_dtype in (function, strategy.device.torch_device), (reference, torch.float64):
         leaves = [tensor.to(device_or_dtype).requires_grad_() for tensor in inputs]
         result = call(*leaves)
-        gradients = torch.autograd.grad(result.double().pow(2).mean(), leaves) if backward else ()
+        mean_square = result.cpu().double().pow(2).mean()  # MPS has no fp64
+        gradients = torch.autograd.grad(mean_square, leaves) if backward else ()
         results.append([tensor.detach().cpu().double() for tensor in (result, *gradients)])
     errors = gathered(strategy, max(relative_error(*pair) for pair in zip(*results, strict=True)))
     worst, tolerance = max(errors), tolerance_factor * RELATIVE[strategy.device.precision]

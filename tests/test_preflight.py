@@ -4,10 +4,14 @@ import json
 import os
 import re
 import signal
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+from recipe import preflight
 from recipe.data.tokenizer import train_tokenizer
+from recipe.utils.processes import Processes
 from tests import processes as programs
 from tests.conftest import ROOT, SHAKESPEARE, launch, ok
 
@@ -54,6 +58,25 @@ def test_ctrl_c_leaves_no_files(tmp_path):
     assert preflight.wait(60) == 130, preflight.output
     assert preflight.stderr == ""
     assert list(tmp_path.glob("runs/*")) == []
+
+
+def test_a_device_without_fp64_is_compared_too():
+    """As Apple's MPS."""
+
+    class WithoutFP64(torch.Tensor):
+        def double(self):
+            raise TypeError("Cannot convert a MPS Tensor to float64 dtype as the MPS framework doesn't support float64")
+
+        def cpu(self):
+            return self.as_subclass(torch.Tensor)
+
+    def on_device(x: torch.Tensor) -> torch.Tensor:
+        return (x * 2).as_subclass(WithoutFP64)
+
+    device = SimpleNamespace(torch_device=torch.device("cpu"), precision="fp32")
+    strategy = SimpleNamespace(device=device, runtime=SimpleNamespace(processes=Processes()))
+    finding = preflight.compared_in_fp64(strategy, on_device, lambda x: x * 2, [torch.ones(4)])
+    assert finding == ("within 0.0e+00 of fp64 (0.0001 allowed)", "")
 
 
 @pytest.mark.slow
