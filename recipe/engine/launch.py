@@ -16,6 +16,7 @@ from accelerate.utils import DistributedType, is_torch_xla_available, parse_flag
 from recipe.engine.shutdown import StopSignal
 from recipe.utils.errors import ExitCode, UserError
 from recipe.utils.redaction import redact
+from recipe.utils.units import plural
 
 EXIT_GRACE_S = 20  # within which the process that prints an error must have ended; processes start at different times
 
@@ -126,7 +127,9 @@ def check_launch() -> None:
         )
     processes, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
     if processes > 1 and not wants_cpu() and 0 < gpus < processes:
-        raise UserError(f"{processes} processes for {gpus} GPU{'s' if gpus > 1 else ''}: pass --num_processes {gpus}")
+        nodes = int(os.environ.get("GROUP_WORLD_SIZE", 1))  # by torchrun
+        where = f" on each of {nodes} nodes" if nodes > 1 else ""
+        raise UserError(f"{processes} processes for {plural(gpus, 'GPU')}{where}: pass --num_processes {gpus * nodes}")
 
 
 def check_accelerator(accelerator: Accelerator, supported: tuple[DistributedType, ...], precision: str) -> None:

@@ -94,6 +94,20 @@ def test_a_gpu_that_pytorch_cannot_use_is_an_error_unless_the_cpu_is_asked_for(m
             check_launch()
 
 
+@pytest.mark.parametrize(
+    ("nodes", "message"),
+    [
+        ("1", "8 processes for 4 GPUs: pass --num_processes 4"),
+        ("2", "8 processes for 4 GPUs on each of 2 nodes: pass --num_processes 8"),  # it counts those of all nodes
+    ],
+)
+def test_more_processes_than_gpus_are_refused(monkeypatch, nodes, message):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    set_environment(monkeypatch, {"ACCELERATE_USE_CPU": "false", "LOCAL_WORLD_SIZE": "8", "GROUP_WORLD_SIZE": nodes})
+    with pytest.raises(UserError, match=f"^{message}$"):
+        check_launch()
+
+
 NO_TPU = pytest.mark.skipif(find_spec("torch_xla") is not None, reason="needs an environment without torch_xla")
 
 
