@@ -22,6 +22,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from datetime import date
 from functools import partial
+from glob import glob
 from pathlib import Path
 from typing import NoReturn
 
@@ -275,7 +276,7 @@ def trial(config: Config, argv: list[str], directory: Path, strategy: Strategy) 
     fields |= {"max_hours": 0.03, "hellaswag_steps": 0, "sample_steps": 0, "report_to": "none", "push_to_hub": False}
     fields |= {"train_hours": 0, "num_train_epochs": 0, "dry_run": False}  # whatever the flags say
     fields["output_dir"], note = directory / "trial", ""
-    if not (data.streaming or data.mixture or data_path.exists()):
+    if not (data.streaming or data.mixture or data_path.exists() or glob(data.dataset_name)):
         fields |= {name: GOLDEN["fields"][name] for name in ("train_text", "val_fraction")}
         fields |= {"dataset_name": directory / "data", "val_data": "", "tokenizer": "gpt2"}
         note = f"; on the text that ships, since {data_path} is not prepared yet"

@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from recipe import preflight
+from recipe.config import Config, parse_config
 from recipe.data.tokenizer import train_tokenizer
+from recipe.engine.factory import open_strategy
 from recipe.utils.processes import Processes
 from tests import processes as programs
 from tests.conftest import ROOT, SHAKESPEARE, launch, ok
@@ -77,6 +79,14 @@ def test_a_device_without_fp64_is_compared_too():
     strategy = SimpleNamespace(device=device, runtime=SimpleNamespace(processes=Processes()))
     finding = preflight.compared_in_fp64(strategy, on_device, lambda x: x * 2, [torch.ones(4)])
     assert finding == ("within 0.0e+00 of fp64 (0.0001 allowed)", "")
+
+
+def test_the_trial_reads_the_shards_that_a_glob_names(shards, tmp_path, monkeypatch):
+    configs: list[Config] = []
+    monkeypatch.setattr(preflight, "train", lambda config, strategy: configs.append(config))
+    argv = [f"--dataset_name={shards}/train_*.bin"]
+    preflight.trial(parse_config(argv), argv, tmp_path, open_strategy("fp32", "m1"))
+    assert configs[0].data.dataset_name == f"{shards}/train_*.bin"
 
 
 @pytest.mark.slow
