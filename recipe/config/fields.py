@@ -201,7 +201,7 @@ class RunConfig:
     eval_steps: int | Literal["end"] = setting(250, "steps between validations; end: only the one at the end", min=1)
     eval_tokens: int = setting(10_485_760, "maximum tokens per validation (always the same ones)", min=1)
     save_steps: int | Literal["end"] = setting(
-        1000, "steps between checkpoints; end: only the one at the end, and wsd's before the decay", min=1
+        1000, "steps between checkpoints; end: only the one at the end, wsd's before the decay, and milestones", min=1
     )
     save_total_limit: int = setting(2, "newest checkpoints to keep, besides the best one and milestones", min=1)
     milestone_steps: int = setting(0, "save checkpoints every so many steps that are never deleted (0: none)", min=0)
