@@ -299,7 +299,7 @@ def check_same_launch(config: Config, strategy: Strategy) -> None:
 
 def check_supported(config: Config, strategy: Strategy) -> None:
     """Raises UserError if the optimizer or the fused loss is not supported here, or if an automatic restart would start
-    over."""
+    the run or its max_hours over."""
     run, optim, supported = config.run, config.optimizer.optim, strategy.runtime.optimizers
     if supported and optim not in supported:
         raise UserError(
@@ -308,8 +308,14 @@ def check_supported(config: Config, strategy: Strategy) -> None:
         )
     if run.fused_loss is True and not (run.plan_device or can_fuse(strategy.device.type)):
         raise UserError("fused_loss needs a GPU with CUDA, and Triton; remove fused_loss")
-    if run.fresh and (limit := max_restarts()):
+    limit = max_restarts()
+    if run.fresh and limit:
         raise UserError(
             f"--fresh would start over at each of the {limit} restarts that --max_restarts allows; remove one of them, "
             f"or move {run.output_dir} away"
+        )
+    if run.max_hours and limit:  # a run that stops ends with an exit code that torchrun takes for a failure
+        raise UserError(
+            f"max_hours would begin again at each of the {limit} restarts that --max_restarts allows (RESTARTS of "
+            "slurm.sbatch); remove one of them"
         )

@@ -41,7 +41,7 @@ from recipe.components import with_vocabulary
 from recipe.config import AUTO, ROOT, Config, batch_arithmetic, parse_config
 from recipe.engine import hardware
 from recipe.engine.factory import open_strategy
-from recipe.engine.launch import EXIT_GRACE_S, fail
+from recipe.engine.launch import EXIT_GRACE_S, fail, max_restarts
 from recipe.engine.strategy import Strategy
 from recipe.estimate.fused_loss import fused_loss
 from recipe.estimate.memory import checkpoint_bytes, checkpoint_count, step_memory
@@ -273,8 +273,9 @@ def trial(config: Config, argv: list[str], directory: Path, strategy: Strategy) 
     tokens = processes.world_size * device.count * micro * max(1, sequences // micro) * data.sequence_length
     fields: dict = {"max_steps": 8, "warmup_steps": 2, "logging_steps": 1, "eval_steps": "end", "save_steps": "end"}
     fields |= {"total_batch_tokens": min(tokens, config.optimizer.total_batch_tokens), "eval_tokens": tokens}
-    fields |= {"max_hours": 0.03, "hellaswag_steps": 0, "sample_steps": 0, "report_to": "none", "push_to_hub": False}
+    fields |= {"hellaswag_steps": 0, "sample_steps": 0, "report_to": "none", "push_to_hub": False}
     fields |= {"train_hours": 0, "num_train_epochs": 0, "dry_run": False}  # whatever the flags say
+    fields["max_hours"] = 0 if max_restarts() else 0.03  # it is refused where torchrun may restart
     fields["output_dir"], note = directory / "trial", ""
     if not (data.streaming or data.mixture or data_path.exists() or glob(data.dataset_name)):
         fields |= {name: GOLDEN["fields"][name] for name in ("train_text", "val_fraction")}

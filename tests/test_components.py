@@ -78,12 +78,15 @@ def test_a_node_with_other_shards_is_refused(monkeypatch, tmp_path):
         open_on("c")
 
 
-def test_fresh_and_restarts_are_refused_together(monkeypatch):
+def test_what_a_restart_would_repeat_is_refused(monkeypatch):
     config = parse_config(["--output_dir=runs/mine"])
-    fresh_config = config.replace(fresh=True)
+    fresh_config, timed_config = config.replace(fresh=True), config.replace(max_hours=2.0)
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
     check_supported(config, node(Processes()))
     with pytest.raises(UserError, match=r"--fresh would start over at each of the 3 restarts .* move runs/mine away"):
         check_supported(fresh_config, node(Processes()))
+    with pytest.raises(UserError, match=r"max_hours would begin again at each of the 3 restarts .*; remove one"):
+        check_supported(timed_config, node(Processes()))
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "0")
     check_supported(fresh_config, node(Processes()))
+    check_supported(timed_config, node(Processes()))
