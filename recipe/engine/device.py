@@ -91,7 +91,7 @@ def local_device(device: torch.device, precision: str, runtime: Runtime) -> Devi
             pad_vocab_to=128,  # for tensor cores; on a CPU it costs 7 %, and a TPU gains nothing
             eval_multiples=(1, 64, 1),  # few lengths: cuDNN plans attention with a mask for each of them
             no_compile=runtime.no_compile,
-            note=f"not used: {plural(idle, 'GPU')}; accelerate_configs/ddp.yaml uses all" if idle > 0 else "",
+            note=f"not used: {plural(idle, 'GPU')}; ddp.yaml, or more --num_processes, uses all" if idle > 0 else "",
         )
     if device.type == "cpu":
         hardware.use_deterministic_algorithms()
