@@ -262,7 +262,7 @@ def try_sizes(forecaster: Forecaster, seconds: float, flags: list[str], torch_co
     measured = set()
     for _ in range(PACED_RUNS):
         best = forecaster.best(seconds)
-        best_run = best.size, forecaster.recipe(best.size, best.tokens)["total_batch_tokens"]
+        best_run = best.size, forecaster.recipe(best.size, best.tokens)["total_batch_tokens"][0]
         if best_run not in measured:
             measured.add(best_run)
             measure_speed(forecaster, best, flags, torch_compile and seconds > COMPILED_FROM_S)
@@ -308,7 +308,7 @@ def train_and_delete(strategy: Strategy, fields: Fields, flags: list[str]) -> li
     directory = processes.broadcast_object(tempfile.mkdtemp(prefix=".best-", dir="runs") if processes.is_main else "")
     fields = fields | dict.fromkeys(("eval_steps", "save_steps"), ("end", "a trial"))
     own_flags = [f"--output_dir={directory}", "--dry_run=false", "--push_to_hub=false", "--report_to=none"]
-    config = config_of(fields, *flags, *own_flags, "--hellaswag_steps=0", "--sample_steps=0")
+    config = config_of(fields, *flags, *own_flags, "--hellaswag_steps=0", "--sample_steps=0", "--milestone_steps=0")
     try:
         for name, level in quiet.items():
             logging.getLogger(name).setLevel(level)

@@ -273,7 +273,8 @@ def trial(config: Config, argv: list[str], directory: Path, strategy: Strategy) 
     tokens = processes.world_size * device.count * micro * max(1, sequences // micro) * data.sequence_length
     fields: dict = {"max_steps": 8, "warmup_steps": 2, "logging_steps": 1, "eval_steps": "end", "save_steps": "end"}
     fields |= {"total_batch_tokens": min(tokens, config.optimizer.total_batch_tokens), "eval_tokens": tokens}
-    fields |= {"hellaswag_steps": 0, "sample_steps": 0, "report_to": "none", "push_to_hub": False}
+    fields |= dict.fromkeys(("hellaswag_steps", "sample_steps", "milestone_steps"), 0)
+    fields |= {"report_to": "none", "push_to_hub": False}
     fields |= {"train_hours": 0, "num_train_epochs": 0, "dry_run": False}  # whatever the flags say
     fields["max_hours"] = 0 if max_restarts() else 0.03  # it is refused where torchrun may restart
     fields["output_dir"], note = directory / "trial", ""
