@@ -43,7 +43,7 @@ class HubText:
         self.repo, self.column, self._data = data.train_text, column, data
         self.name = next((name for name, (repo, _) in DATASETS.items() if repo == self.repo), self.repo)
         self._has_succeeded = False
-        self._failing_since: float | None = None  # time.monotonic() of the first failure since the last document
+        self._failing_since: float | None = None  # time.monotonic() of the first failure since the last new document
         self._dataset = None  # opened by `_rows`
 
     def __str__(self) -> str:
@@ -90,9 +90,9 @@ class HubText:
         while True:
             try:
                 for index, row, stream in self._rows(stream):  # noqa: B020  (a retry resumes from there)
-                    self._has_succeeded, self._failing_since = True, None
-                    if index >= next_index:
+                    if index >= next_index:  # a retry repeats up to 255 documents, which does not show that it helps
                         next_index = index + 1
+                        self._has_succeeded, self._failing_since = True, None
                         for content in self.column.pieces(row, self.repo):
                             yield Piece(index, content, stream)
                 return

@@ -296,6 +296,24 @@ def test_retries_of_the_hub_end_after_15_minutes(monkeypatch):
     assert 900 < clock[0] <= 960
 
 
+def test_documents_that_a_retry_repeats_do_not_extend_the_retries(monkeypatch):
+    """A retry resumes at one of every 256 documents, so it may repeat some before it fails at the same one."""
+
+    def rows(_, stream):
+        yield 0, {"text": "document"}, stream
+        raise ConnectionError("gone")
+
+    monkeypatch.setattr(HubText, "_rows", rows)
+    clock = [0.0]
+    monkeypatch.setattr(time, "sleep", lambda seconds: clock.__setitem__(0, clock[0] + seconds))
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    pieces = HubText(DataConfig(train_text="a/b"), Column("text", open_tokenizer("gpt2"))).pieces()
+    assert next(pieces).content == "document"
+    with pytest.raises(UserError, match="the Hub, which answered before, reports ConnectionError: gone"):
+        next(pieces)
+    assert 900 < clock[0] <= 960
+
+
 def test_a_failure_of_the_hub_after_an_idle_hour_is_retried(monkeypatch, caplog):
     """A stream reads on once a shard has been trained on, which may take longer than the retries of a failure."""
     failures = [ConnectionError("gone")]
