@@ -34,6 +34,7 @@ def open_datasets(
         for entry in entries:
             if entry.data.train_text and entry.data.val_data:  # fail before preparing the text
                 _validation_shards(entry.data)
+    streamed = [processes.anywhere(is_stream) for is_stream in streamed]  # one node may have all shards, another not
     first_windows = windows_before(step * batch.sequences, tuple(entry.count for entry in entries), run.seed)
     train_sets: list[TokenDataset] = []
     val_sets: list[TokenDataset] = []
