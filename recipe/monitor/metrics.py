@@ -30,7 +30,7 @@ from recipe.utils.files import replace_file
 logger = logging.getLogger(__name__)
 Mean = Callable[[torch.Tensor], torch.Tensor]  # over all processes; a collective call
 
-AIM = 0.96  # of train_hours: the decay's length is fixed at its start, and the machine may slow down by 10 % later
+AIM = 0.96  # of train_hours: the decay's length is fixed at its start, and the machine may slow down later
 # Columns that are null in the line of a step that did not measure them.
 _MEASURED = ("loss", "val_loss", "grad_norm", "learning_rate", "tokens_per_second", "mfu", "data_wait", "skipped_steps")
 
