@@ -176,22 +176,25 @@ class Manifest:
 
 
 def check_tokenizer(name: str, shards: list[Shard], tokenizer: GPT2Tokenizer) -> None:
-    """Raises UserError for shards of another tokenizer: by the manifest beside them, also if `name` is a glob; or
+    """Raises UserError for shards of another tokenizer: by the manifests beside them, also if `name` is a glob; or
     without one if the largest token of a long sample is below a sixteenth of the vocabulary, as of characters."""
-    manifest = Manifest.load(shards[0].path.parent)
-    if manifest and manifest.tokenizer != tokenizer.digest:
-        origin = "GPT-2's tokenizer" if manifest.tokenizer == GPT2 else f"another tokenizer ({manifest.tokenizer})"
-        raise UserError(
-            f"{name} holds shards of {origin}, but tokenizer is {tokenizer.name}; prepare its text again in another "
-            "directory, or set tokenizer to the one that made them"
-        )
-    sample = ShardReader(shards[0].path).read(_SAMPLE_SIZE)
-    if not manifest and len(sample) >= _MIN_SAMPLE and (largest := int(sample.max())) < tokenizer.vocab_size // 16:
-        raise UserError(
-            f"{shards[0].path}: no token of its first {len(sample):,} is above {largest}, but {tokenizer.name} has "
-            f"{tokenizer.vocab_size:,} tokens: another tokenizer made them, perhaps one of characters; train on the "
-            "text itself, with GPT-2's tokenizer or your own (docs/data.md)"
-        )
+    for directory, shard in {shard.path.parent: shard for shard in reversed(shards)}.items():  # its first shard
+        manifest = None
+        with suppress(UserError):  # files that a glob names are taken as they are, whosever manifest.json this is
+            manifest = Manifest.load(directory)
+        if manifest and manifest.tokenizer != tokenizer.digest:
+            origin = "GPT-2's tokenizer" if manifest.tokenizer == GPT2 else f"another tokenizer ({manifest.tokenizer})"
+            raise UserError(
+                f"{name} holds shards of {origin}, but tokenizer is {tokenizer.name}; prepare its text again in "
+                "another directory, or set tokenizer to the one that made them"
+            )
+        sample = ShardReader(shard.path).read(_SAMPLE_SIZE)
+        if not manifest and len(sample) >= _MIN_SAMPLE and (largest := int(sample.max())) < tokenizer.vocab_size // 16:
+            raise UserError(
+                f"{shard.path}: no token of its first {len(sample):,} is above {largest}, but {tokenizer.name} has "
+                f"{tokenizer.vocab_size:,} tokens: another tokenizer made them, perhaps one of characters; train on "
+                "the text itself, with GPT-2's tokenizer or your own (docs/data.md)"
+            )
 
 
 def find_shards(name: str, split: str) -> list[Shard]:

@@ -18,7 +18,7 @@ from eval.curves import dataset_of, read_run
 from eval.perplexity import byte_lengths, shard_windows, summarize, window_losses
 from eval.report import write_report
 from recipe.data.prepare import prepare
-from recipe.data.shards import Manifest
+from recipe.data.shards import Manifest, check_tokenizer, find_shards
 from recipe.data.tokenizer import open_tokenizer
 from recipe.hub.model_card import model_card
 from recipe.utils.errors import UserError
@@ -198,6 +198,14 @@ def test_a_run_or_shards_of_another_tokenizer_are_refused(trained_run, tmp_path)
     files = f"{data}/train_*.bin"
     message = refused(tokenizer=similar, output_dir=tmp_path / "run", dataset_name=files, val_data=f"{data}/val_*.bin")
     assert f"{files} holds shards of another tokenizer" in message
+    copies = shutil.copytree(data, tmp_path / "a" / "data").parent
+    (copies / "data" / "manifest.json").write_text('{"by": "another program"}')
+    files = f"{copies}/data/train_*.bin"  # taken as they are
+    check_tokenizer(files, find_shards(files, "train"), open_tokenizer(similar))
+    shutil.copytree(data, copies / "made")
+    files = f"{copies}/*/train_*.bin"  # in two directories, of which the second has a manifest
+    with pytest.raises(UserError, match="holds shards of another tokenizer"):
+        check_tokenizer(files, find_shards(files, "train"), open_tokenizer(similar))
     message = refused(tokenizer=other, output_dir=tmp_path / "run", dataset_name=data, train_text=root / "text.txt")
     assert "holds shards of another text or with other settings: tokenizer was" in message
 
