@@ -114,6 +114,16 @@ def fake_measurements(monkeypatch, speed: float, overhead: float = 0.0) -> None:
     monkeypatch.setattr(best, "measure_loss", measure_loss)
 
 
+def fake_runs(monkeypatch, speed) -> None:
+    """Lets every run of the search end at once, at `speed(size, batch)` tokens/s."""
+
+    def train_and_delete(strategy, fields, flags):
+        rate = speed((fields["n_layer"][0], fields["n_embd"][0]), fields["total_batch_tokens"][0])
+        return [{"step": 10, "tokens": 1e6, "seconds": 1.0, "val_loss": 5.0, "tokens_per_second": rate}]
+
+    monkeypatch.setattr(best, "train_and_delete", train_and_delete)
+
+
 CASES = [(6_000, "train_hours"), (7_500, "train_hours"), (100_000, "max_steps")]
 
 
@@ -142,11 +152,7 @@ def test_a_gpu_whose_smallest_step_takes_ten_milliseconds_gets_a_model_that_fill
     def speed(size, batch):
         return batch / max(0.01, batch * forecaster.flops(size) / 4e14)
 
-    def train_and_delete(strategy, fields, flags):
-        rate = speed((fields["n_layer"][0], fields["n_embd"][0]), fields["total_batch_tokens"][0])
-        return [{"step": 10, "tokens": 1e6, "seconds": 1.0, "val_loss": 5.0, "tokens_per_second": rate}]
-
-    monkeypatch.setattr(best, "train_and_delete", train_and_delete)
+    fake_runs(monkeypatch, speed)
     best.try_sizes(forecaster, seconds, [], torch_compile=True)
     forecast = forecaster.best(seconds)
     rate = speed(forecast.size, recipe(forecast.size, text, forecast.tokens, 1)["total_batch_tokens"][0])
@@ -163,11 +169,7 @@ def test_the_speed_is_measured_with_the_batch_of_the_recipe(monkeypatch):
     def speed(size, batch):
         return batch / (0.17 + batch * forecaster.flops(size) / 1.8e11)
 
-    def train_and_delete(strategy, fields, flags):
-        rate = speed((fields["n_layer"][0], fields["n_embd"][0]), fields["total_batch_tokens"][0])
-        return [{"step": 10, "tokens": 1e6, "seconds": 1.0, "val_loss": 5.0, "tokens_per_second": rate}]
-
-    monkeypatch.setattr(best, "train_and_delete", train_and_delete)
+    fake_runs(monkeypatch, speed)
     for seconds in range(600, 3600, 60):
         forecaster.rates.clear()
         best.try_sizes(forecaster, seconds, [], torch_compile=False)

@@ -282,12 +282,22 @@ def test_validation_documents_of_a_long_text_come_from_all_over_it(tmp_path, mon
     assert contents(tmp_path / "out") == expected
 
 
-def test_retries_of_the_hub_end_after_15_minutes(monkeypatch):
+@pytest.fixture
+def clock(monkeypatch):
+    """[seconds], which only sleeping moves."""
+    seconds = [0.0]
+    monkeypatch.setattr(time, "sleep", lambda duration: seconds.__setitem__(0, seconds[0] + duration))
+    monkeypatch.setattr(time, "monotonic", lambda: seconds[0])
+    return seconds
+
+
+def hub_text() -> HubText:
+    return HubText(DataConfig(train_text="a/b"), Column("text", open_tokenizer("gpt2")))
+
+
+def test_retries_of_the_hub_end_after_15_minutes(clock):
     """If it has answered before; otherwise there are none."""
-    clock = [0.0]
-    monkeypatch.setattr(time, "sleep", lambda seconds: clock.__setitem__(0, clock[0] + seconds))
-    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    hub = HubText(DataConfig(train_text="a/b"), Column("text", open_tokenizer("gpt2")))
+    hub = hub_text()
     with pytest.raises(UserError, match="data set a/b: no such path on this disk, and the Hub reports ConnectionError"):
         hub.wait_after(ConnectionError("gone"))
     hub.pin(SimpleNamespace(source={"commit": "a"}, shards=[{}]))  # made from its earlier answers
@@ -296,7 +306,7 @@ def test_retries_of_the_hub_end_after_15_minutes(monkeypatch):
     assert 900 < clock[0] <= 960
 
 
-def test_documents_that_a_retry_repeats_do_not_extend_the_retries(monkeypatch):
+def test_documents_that_a_retry_repeats_do_not_extend_the_retries(clock, monkeypatch):
     """A retry resumes at one of every 256 documents, so it may repeat some before it fails at the same one."""
 
     def rows(_, stream):
@@ -304,17 +314,14 @@ def test_documents_that_a_retry_repeats_do_not_extend_the_retries(monkeypatch):
         raise ConnectionError("gone")
 
     monkeypatch.setattr(HubText, "_rows", rows)
-    clock = [0.0]
-    monkeypatch.setattr(time, "sleep", lambda seconds: clock.__setitem__(0, clock[0] + seconds))
-    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    pieces = HubText(DataConfig(train_text="a/b"), Column("text", open_tokenizer("gpt2"))).pieces()
+    pieces = hub_text().pieces()
     assert next(pieces).content == "document"
     with pytest.raises(UserError, match="the Hub, which answered before, reports ConnectionError: gone"):
         next(pieces)
     assert 900 < clock[0] <= 960
 
 
-def test_a_failure_of_the_hub_after_an_idle_hour_is_retried(monkeypatch, caplog):
+def test_a_failure_of_the_hub_after_an_idle_hour_is_retried(clock, monkeypatch, caplog):
     """A stream reads on once a shard has been trained on, which may take longer than the retries of a failure."""
     failures = [ConnectionError("gone")]
 
@@ -325,10 +332,7 @@ def test_a_failure_of_the_hub_after_an_idle_hour_is_retried(monkeypatch, caplog)
             yield number, {"text": f"document {number}"}, stream
 
     monkeypatch.setattr(HubText, "_rows", rows)
-    clock = [0.0]
-    monkeypatch.setattr(time, "sleep", lambda seconds: clock.__setitem__(0, clock[0] + seconds))
-    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    pieces = HubText(DataConfig(train_text="a/b"), Column("text", open_tokenizer("gpt2"))).pieces()
+    pieces = hub_text().pieces()
     assert next(pieces).content == "document 0"
     clock[0] += 3600
     assert [piece.content for piece in pieces] == [f"document {number}" for number in (1, 2)]
