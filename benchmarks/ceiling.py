@@ -22,7 +22,7 @@ from recipe.engine import hardware
 from recipe.utils.errors import ArgumentParser
 
 SMI = ("driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "power.draw", "power.limit")
-SMI += ("temperature.gpu", "memory.used")
+SMI += ("temperature.gpu", "memory.used", "clocks_event_reasons.active")
 FLASH, CUDNN, EFFICIENT = SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION
 KERNELS = {"chosen": [FLASH, CUDNN, EFFICIENT, SDPBackend.MATH], "flash": FLASH, "cudnn": CUDNN, "efficient": EFFICIENT}
 

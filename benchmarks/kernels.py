@@ -1,9 +1,10 @@
 """Command: profiles a step of recipe/train.py, or of a peer, with PyTorch's profiler: the time of each kernel, or on a
-CPU of each operator. Writes kernels.json.
+CPU of each operator, and the time of a step without the profiler. Writes kernels.json.
 
     python -m benchmarks kernels --micro_batch_size 32 --peer transformers
 """
 
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -12,12 +13,15 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import peer, report
+from benchmarks.ceiling import SMI
 from benchmarks.runs import FIELDS, device, shards
 from recipe import train
 from recipe.config import parse_config
+from recipe.engine import hardware
 from recipe.utils.errors import ArgumentParser, UserError
 
 WARMUP_STEPS, PROFILED_STEPS = 6, 10  # of optimizer steps; programs compile during warm-up
+LOGGING_STEPS = 10  # as in the recipes: the device waits for the host only there
 
 
 class Enough(Exception):
@@ -33,38 +37,62 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--config", default="shakespeare" if on_cpu else "gpt2", help="recipe whose step is measured")
     parser.add_argument("--micro_batch_size", type=int, default=8 if on_cpu else 32, help="sequences per step")
     parser.add_argument("--peer", default="", help="transformers or a checkout of karpathy/nanoGPT, in a bare loop")
+    parser.add_argument("--seconds", type=float, default=0 if on_cpu else 5, help="of steps before those profiled")
     parser.add_argument("--out", default="bench", help="directory of the results")
     arguments, flags = parser.parse_known_args(argv)
     recipe = parse_config([f"--config={arguments.config}", *flags])
     sizes = {"config": recipe.run.config, "micro_batch_size": arguments.micro_batch_size}
     sizes["total_batch_tokens"] = arguments.micro_batch_size * recipe.data.sequence_length
     results = report.circumstances() | report.measured_model(recipe) | sizes | {"peer": arguments.peer, "flags": flags}
-    results["kernels"] = kernels(sizes, flags, arguments.peer)
+    results |= profiled(sizes, flags, arguments.peer, arguments.seconds)
     report.write(results, Path(arguments.out) / "kernels.json")
     for name, launches, ms in results["kernels"][:25]:
         print(f"{ms:9.3f} ms {launches:7.1f}  {name[:100]}")
     print(f"{sum(ms for *_, ms in results['kernels']):9.3f} ms per step of {sizes['total_batch_tokens']:,} tokens")
+    print(f"{results['step_ms']:9.3f} ms by the clock, not profiled; {results['profiled_step_ms']:.3f} while profiled")
     return 0
 
 
-def kernels(sizes: dict, flags: list[str], peer_kind: str) -> list[tuple[str, float, float]]:
-    """(name, launches, milliseconds) of each kernel in a step, the slowest first. Raises UserError if the run fails."""
-    activity = ProfilerActivity.CPU if device().type == "cpu" else ProfilerActivity.CUDA
-    profiler, steps_taken = profile(activities=[activity], acc_events=True), 0
+def profiled(sizes: dict, flags: list[str], peer_kind: str, seconds: float) -> dict:
+    """Takes steps for so many seconds, then profiles some. Raises UserError if the run fails.
+
+    Returns `kernels`, (name, launches, milliseconds) of each in a step, the slowest first; `step_ms`, a step's time
+    before they are profiled, `profiled_step_ms` meanwhile; and `smi`, what nvidia-smi says amid the former, since a
+    device may lower its clock under load.
+    """
+    on_cpu = device().type == "cpu"
+    activity = ProfilerActivity.CPU if on_cpu else ProfilerActivity.CUDA
+    profiler, steps_taken, profiled_from, results = profile(activities=[activity], acc_events=True), 0, 0, {}
+    start = 0.0
+
+    def elapsed_ms() -> float:
+        if not on_cpu:
+            torch.cuda.synchronize()
+        return 1e3 * (time.perf_counter() - start)
 
     def after_step(*_) -> None:
-        nonlocal steps_taken
+        nonlocal steps_taken, profiled_from, start
         steps_taken += 1
-        if steps_taken in (WARMUP_STEPS, WARMUP_STEPS + PROFILED_STEPS) and activity == ProfilerActivity.CUDA:
-            torch.cuda.synchronize()
-        if steps_taken == WARMUP_STEPS:
-            profiler.start()
-        elif steps_taken == WARMUP_STEPS + PROFILED_STEPS:
+        steps_timed = steps_taken - WARMUP_STEPS
+        if steps_timed == 0:
+            elapsed_ms()
+            start = time.perf_counter()
+        elif steps_timed > 0 and not profiled_from:
+            busy = steps_taken % LOGGING_STEPS == LOGGING_STEPS - 1  # several steps are queued
+            if busy and "smi" not in results and time.perf_counter() > start + seconds / 2:
+                results["smi"] = hardware.nvidia_smi(*SMI)
+            if time.perf_counter() > start + seconds:
+                results["step_ms"] = elapsed_ms() / steps_timed
+                profiler.start()
+                profiled_from, start = steps_taken, time.perf_counter()
+        elif profiled_from and steps_taken == profiled_from + PROFILED_STEPS:
+            results["profiled_step_ms"] = elapsed_ms() / PROFILED_STEPS
             profiler.stop()
             raise Enough
 
     with shards() as directory:
         fields = FIELDS | sizes | {"dataset_name": directory / "shards", "output_dir": directory / "run"}
+        fields |= {"logging_steps": LOGGING_STEPS}
         train_args = [*(f"--{name}={value}" for name, value in fields.items()), *flags]
         hook = register_optimizer_step_post_hook(after_step)
         try:
@@ -81,4 +109,4 @@ def kernels(sizes: dict, flags: list[str], peer_kind: str) -> list[tuple[str, fl
     events = profiler.key_averages()
     rows = [(e.key, e.count / PROFILED_STEPS, getattr(e, attribute) / 1e3 / PROFILED_STEPS) for e in events]
     # An operator's own time is its time less its children's, which a clock that steps back can make negative.
-    return sorted((row for row in rows if row[2] > 0), key=lambda row: -row[2])
+    return results | {"kernels": sorted((row for row in rows if row[2] > 0), key=lambda row: -row[2])}
