@@ -43,7 +43,9 @@ def main(argv: list[str]) -> int:
     recipe = parse_config([f"--config={arguments.config}", *flags])
     sizes = {"config": recipe.run.config, "micro_batch_size": arguments.micro_batch_size}
     sizes["total_batch_tokens"] = arguments.micro_batch_size * recipe.data.sequence_length
-    results = report.circumstances() | report.measured_model(recipe) | sizes | {"peer": arguments.peer, "flags": flags}
+    sizes["precision"] = hardware.resolve_precision(recipe.run.precision, cpu=on_cpu)  # a peer does not resolve it
+    results: dict = report.circumstances() | report.measured_model(recipe) | sizes
+    results |= {"peer": arguments.peer, "flags": flags}
     results |= profiled(sizes, flags, arguments.peer, arguments.seconds)
     report.write(results, Path(arguments.out) / "kernels.json")
     for name, launches, ms in results["kernels"][:25]:
@@ -62,8 +64,8 @@ def profiled(sizes: dict, flags: list[str], peer_kind: str, seconds: float) -> d
     """
     on_cpu = device().type == "cpu"
     activity = ProfilerActivity.CPU if on_cpu else ProfilerActivity.CUDA
-    profiler, steps_taken, profiled_from, results = profile(activities=[activity], acc_events=True), 0, 0, {}
-    start = 0.0
+    profiler, results = profile(activities=[activity], acc_events=True), {}
+    steps_taken, profiled_from, start = 0, 0, 0.0
 
     def elapsed_ms() -> float:
         if not on_cpu:

@@ -11,6 +11,7 @@ import pytest
 from benchmarks import __main__ as bench
 from benchmarks import proof
 from benchmarks.proof import Step
+from recipe.engine import hardware
 from tests import processes as programs
 from tests.conftest import ROOT, ok
 
@@ -154,6 +155,16 @@ def test_the_time_of_each_operator_in_a_step(peer, tmp_path):
     times = [ms for *_, ms in rows]
     assert times == sorted(times, reverse=True)
     assert times[-1] > 0
+
+
+@pytest.mark.skipif(not hardware.cpu_has_bf16(), reason="a CPU without bf16")
+@pytest.mark.parametrize("peer", ["", "transformers"])
+def test_a_peer_is_profiled_in_the_precision_that_the_recipe_resolves_to(peer, tmp_path):
+    """A peer once ran in fp32 beside our bf16."""
+    ok(kernels(tmp_path, f"--peer={peer}", "--precision=auto"))
+    result = json.loads((tmp_path / "kernels.json").read_text())
+    assert result["precision"] == "bf16"
+    assert {"aten::_to_copy", "aten::copy_"} <= {name for name, *_ in result["kernels"]}
 
 
 def test_a_run_that_fails_is_not_profiled(tmp_path):
