@@ -3,9 +3,10 @@
     python -m benchmarks scaling --texts books.jsonl code.jsonl recipe/data/tiny_shakespeare.txt
 
 Trains the sizes and lengths of GRID on each text, as recipe/best.py would. The law is fitted to these runs and to all
-in recipe/estimate/scaling.json (for three texts: recipe/best.py's own runs and their neighbors), each text with a line
-of its own. Its predictions are then measured as recipe/best.py uses them: two short runs on a text predict the loss of
-a longer one of another size. Each run is recipe/train.py itself. None is repeated; a text takes ten minutes on a core.
+in recipe/estimate/scaling.json (for three texts recipe/best.py's own runs and their neighbors; its run on an H200, and
+published ones of billions of tokens, each with its source), each text with a line of its own. Its predictions are then
+measured as recipe/best.py uses them: two short runs on a text predict the loss of a longer one of another size. Each
+run is recipe/train.py itself. None is repeated; a text takes ten minutes on a core.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ def train(text: Text, layers: int, width: int, tokens: int) -> float:
 
 
 def fit(runs_by_text: list[list[dict]]) -> float:
-    """Sets the constants of recipe/best.py's law: A, a and R bring each text's losses closest to a straight line in the
-    law's value; E and s are the first text's line. Returns the RMS of the relative errors."""
+    """Sets the constants of recipe/best.py's law: A, a, c and R bring each text's losses closest to a straight line in
+    the law's value; E and s are the first text's line. Returns the RMS of the relative errors."""
     constants = SCALING["law"]
 
     def line(runs: list[dict]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -60,12 +61,14 @@ def fit(runs_by_text: list[list[dict]]) -> float:
         return np.polyfit(law_values, loss, 1), law_values, loss
 
     def error(logarithms: np.ndarray) -> float:
-        constants.update(zip(("A", "a", "R"), np.exp(logarithms).tolist(), strict=True), E=0.0, s=1.0)
+        constants.update(zip(("A", "a", "c", "R"), np.exp(logarithms).tolist(), strict=True), E=0.0, s=1.0)
         errors = [np.polyval(slope, law_values) / loss - 1 for slope, law_values, loss in map(line, runs_by_text)]
         return float(np.mean(np.concatenate(errors) ** 2) ** 0.5)
 
     constants.clear()
-    optimum = minimize(error, np.log([1e-4, 0.2, 2.0]), method="Nelder-Mead", options={"maxiter": 10_000})
+    optimum = minimize(
+        error, np.log([0.01, 0.8, 0.1, 2.0]), method="Nelder-Mead", options={"maxiter": 10_000, "maxfev": 10_000}
+    )
     error(optimum.x)
     s, E = line(runs_by_text[0])[0]
     constants.update({name: float(f"{value:.5g}") for name, value in (constants | {"E": E, "s": s}).items()})
@@ -110,7 +113,7 @@ def main(argv: list[str]) -> int:
     texts = dict.fromkeys(run["text"] for run in result["runs"])
     runs_by_text = [[run for run in result["runs"] if run["text"] == text] for text in texts]
     residual = fit(runs_by_text)
-    errors = {runs[0]["text"]: prediction_errors(runs) for runs in runs_by_text}
+    errors = {runs[0]["text"]: prediction_errors(runs) for runs in runs_by_text if len(runs) > RUN}
     result |= {"law": SCALING["law"], "residual": round(residual, 4), "errors": errors}
     path.write_text(json.dumps(result, indent=1) + "\n")
     print(f"law: {SCALING['law']}, within {residual:.2%}")

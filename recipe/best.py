@@ -3,7 +3,7 @@
     accelerate launch --config_file accelerate_configs/single.yaml recipe/best.py --text my.txt --hours 2
 
 Reads the text, takes some steps of two or three sizes to measure this machine, and chooses the size that will have the
-lowest loss when the time is over, by a law fitted to small runs (recipe/estimate/scaling.py). Two short trials of that
+lowest loss when the time is over, by a scaling law (recipe/estimate/scaling.py). Two short trials of that
 size, a seventh of the time at most, show how hard the text is. The result is runs/NAME/recipe.yaml, a recipe like any
 other, which is then trained. Any field of a recipe may be given too (--precision fp32), and is kept as it is.
 """
@@ -44,7 +44,7 @@ from recipe.engine.factory import open_strategy
 from recipe.engine.launch import fail, is_local_main_process
 from recipe.engine.strategy import Strategy
 from recipe.estimate.forecast import MOST_EPOCHS, Fields, Forecast, Forecaster, config_of, yaml_of
-from recipe.estimate.scaling import Size, law, published_law
+from recipe.estimate.scaling import Size, law
 from recipe.train import run
 from recipe.utils.checkpoints import read_metrics
 from recipe.utils.errors import ArgumentParser, ExitCode, UserError
@@ -54,7 +54,6 @@ from recipe.utils.units import duration, si
 
 logger = logging.getLogger("recipe.best")
 
-FITTED_BELOW = 1e15  # FLOPs of a run to which the law that was fitted to small runs can be extended
 OWN_TOKENIZER_BELOW = 1e17  # FLOPs of a run in which the head for GPT-2's 50,257 tokens would take most of the time
 PACED_STEPS, PACED_RUNS = 20, 3  # of each run whose speed is measured, and how many runs at most
 COMPILED_FROM_S = 900  # of a run: in a shorter one it would cost too much to compile each size that is measured
@@ -237,7 +236,7 @@ def read_text(request: argparse.Namespace, config: Config, strategy: Strategy) -
             raise UserError(f"--text {request.text} holds no text")
     # By the size of the text alone, before it is read.
     tokens = source.size / ENGLISH if isinstance(source, TextFiles) else math.inf
-    guess = Forecaster(strategy, Text(request.text, GPT2, tokens, ENGLISH), OWN_VOCAB_SIZE, law)
+    guess = Forecaster(strategy, Text(request.text, GPT2, tokens, ENGLISH), OWN_VOCAB_SIZE)
     seconds = 3600 * request.hours or guess.seconds_for(request.tokens)
     best = guess.best(seconds)
     flops = best.tokens * guess.flops(best.size)
@@ -252,7 +251,7 @@ def read_text(request: argparse.Namespace, config: Config, strategy: Strategy) -
     tokenizer = f"a tokenizer of {OWN_VOCAB_SIZE:,} trained on it" if train_own else f"tokenizer {text.tokenizer}"
     logger.info("text       %s: %s, %.1f bytes each, by %s", request.text, length, text.token_bytes, tokenizer)
     vocab_size = open_tokenizer(text.tokenizer).vocab_size
-    return Forecaster(strategy, text, vocab_size, law if flops < FITTED_BELOW else published_law), seconds
+    return Forecaster(strategy, text, vocab_size), seconds
 
 
 def try_sizes(forecaster: Forecaster, seconds: float, flags: list[str], torch_compile: bool) -> float:
@@ -294,7 +293,7 @@ def measure_loss(forecaster: Forecaster, forecast: Forecast, seconds: float, fla
     fields["eval_tokens"] = forecaster.recipe(size, forecast.tokens)["eval_tokens"]
     logger.info("trial      %s, for %s", name_of(size), duration(seconds))
     *_, last = train_and_delete(forecaster.strategy, fields, [*flags, f"--train_hours={seconds / 3600:.5f}"])
-    forecaster.losses.append((forecaster.law(size, last["tokens"], forecaster.text.tokens), last["val_loss"]))
+    forecaster.losses.append((law(size, last["tokens"], forecaster.text.tokens), last["val_loss"]))
     logger.info("trial      validation loss %.3f after %s tokens", last["val_loss"], si(last["tokens"], "B"))
     return time.monotonic() - started - last["seconds"]
 

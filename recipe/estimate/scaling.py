@@ -1,4 +1,4 @@
-"""GPT-2's loss by model size and training tokens: a scaling law fitted to small runs, and a published one.
+"""GPT-2's loss by model size and training tokens: a scaling law.
 
 `python -m benchmarks scaling` writes the runs and the law's constants to scaling.json; docs/log.md shows its errors.
 """
@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from recipe.config import ModelConfig
-from recipe.data.tokenizer import VOCAB_SIZE
 
 SCALING = json.loads(Path(__file__).with_suffix(".json").read_text())
 Size = tuple[int, int]  # layers and width
@@ -36,18 +35,11 @@ def block_parameters(size: Size) -> int:
 
 
 def law(size: Size, tokens: float, unique: float = math.inf) -> float:
-    """E + s log(A / N^a + 1 / D) nats per token, for N parameters in the blocks and D tokens of the first text that the
-    law was fitted to. Another text has its own E and s, so its loss is a linear function of this one. (The form is the
-    limit of Kaplan et al. 2020, arXiv 2001.08361, equation 1.5, for a small exponent; docs/log.md.)"""
-    E, s, A, a = (SCALING["law"][name] for name in "EsAa")
-    return E + s * math.log(A / block_parameters(size) ** a + 1 / new_tokens(tokens, unique, SCALING["law"]["R"]))
-
-
-def published_law(size: Size, tokens: float, unique: float = math.inf) -> float:
-    """E + A / N^alpha + B / D^beta nats per token, for N parameters, embedding included (Hoffmann et al. 2022, with the
-    constants of Besiroglu et al. 2024, arXiv 2404.10102, and of Muennighoff et al. 2023 for repeated text)."""
-    N = block_parameters(size) + VOCAB_SIZE * size[1]
-    return 1.8172 + 482.01 / N**0.3478 + 2085.43 / new_tokens(tokens, unique, 15.39) ** 0.3658
+    """E + s (A / N^a + 1 / D)^c nats per token, for N parameters in the blocks and D tokens of the first text that the
+    law was fitted to. Another text has its own E and s, so its loss is a linear function of this one. (The form is
+    Kaplan et al. 2020, arXiv 2001.08361, equation 1.5, with E; docs/log.md.)"""
+    E, s, A, a, c = (SCALING["law"][name] for name in "EsAac")
+    return E + s * (A / block_parameters(size) ** a + 1 / new_tokens(tokens, unique, SCALING["law"]["R"])) ** c
 
 
 def new_tokens(tokens: float, unique: float, R: float) -> float:
@@ -58,9 +50,7 @@ def new_tokens(tokens: float, unique: float, R: float) -> float:
 
 def line_through(points: list[tuple[float, float]]) -> Callable[[float], float]:
     """Maps the law's loss to the loss on a text with the measured (law's loss, loss) `points`: by the line through the
-    highest and the lowest; with one point, or less than MIN_SPREAD apart, by proportion; with none, unchanged."""
-    if not points:
-        return float
+    highest and the lowest; with one point, or less than MIN_SPREAD apart, by proportion."""
     (x0, y0), (x, y) = max(points), min(points)
     slope = (y0 - y) / (x0 - x) if x0 - x > MIN_SPREAD else y / x
     return lambda value: y + slope * (value - x)
