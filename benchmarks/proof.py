@@ -56,7 +56,7 @@ def steps(nanogpt: str, text: str) -> list[Step]:
         Step("fused-loss", 60, [*gpu_tests, "-k", "computes_the_fused_loss"]),
         Step("auto", 150, [str(ROOT / "recipe/train.py"), "--config=gpt2", *auto]),
         benchmark("peers", 240, *peers, "--micro_batch_size=32", "--only=fused loss|(nanoGPT|loop).*compiled"),
-        benchmark("kernels", 60, "kernels"),
+        benchmark("kernels", 90, "kernels"),
         benchmark("ceiling", 30, "ceiling"),
         Step("preflight", 120, [str(ROOT / "recipe/preflight.py"), "--config=gpt2", "--streaming=false"]),
         Step("accuracy", 180, [*gpu_tests, "-n=8"]),
