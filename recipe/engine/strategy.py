@@ -101,7 +101,10 @@ class Strategy:
         return wrapped, optimizer
 
     def release(self) -> None:
-        """Frees the model and the optimizer of a run that has ended: Accelerate keeps them, as do reference cycles."""
+        """Frees the model and the optimizer of a run that has ended: Accelerate keeps them, as do reference cycles. The
+        next run starts with the first loss scale."""
+        if self._accelerator.scaler:
+            self._accelerator.scaler.load_state_dict(torch.amp.GradScaler("cpu").state_dict())
         self._accelerator.free_memory()  # collects garbage too, but before it lets go of them (accelerate 1.15)
         gc.collect()
 

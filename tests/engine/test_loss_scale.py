@@ -2,9 +2,15 @@
 
 from importlib.util import find_spec
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
+
+from recipe.engine.device import Device
+from recipe.engine.runtime import Runtime
+from recipe.engine.strategy import Strategy
+from recipe.utils.processes import Processes
 
 WINDOW = 4  # finite steps before it doubles
 
@@ -66,3 +72,18 @@ def test_a_resumed_run_doubles_the_loss_scale_when_the_uninterrupted_one_does(mo
         expected = doublings(uninterrupted, steps)[:2]
         assert len(expected) == 2
         assert doublings(resumed, steps)[:2] == expected, saved_step
+
+
+def test_a_second_run_of_a_process_starts_with_the_first_loss_scale():
+    """`make best` trains several on a T4, and an audit replays its run in a process of its own."""
+    first = Torch()
+    accelerator = SimpleNamespace(scaler=torch.amp.GradScaler("cpu"), free_memory=lambda: None)
+    strategy = Strategy(Device("cpu", "CPU", "fp16", torch.device("cpu")), Runtime(Processes()), accelerator)
+    first.scaler = strategy.grad_scaler
+    before = first.scaler.state_dict()
+    first.scaler.scale(torch.ones(1))
+    assert first.step(float("inf")) == before["scale"] / 2
+    first.step(0.0)
+    strategy.release()
+    assert strategy.grad_scaler.state_dict() == before
+    assert first.scaler.scale(torch.ones(1)) == before["scale"]
