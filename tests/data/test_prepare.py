@@ -456,7 +456,8 @@ def test_progress_moves_within_a_file(tmp_path, monkeypatch, capsys, name):
     elif name == "d.parquet":
         pq.write_table(pa.table({"text": STORIES * 3}), tmp_path / name)
     else:
-        (gzip.open if name.endswith("gz") else open)(tmp_path / name, "wb").write((TEXT * 3).encode())
+        with (gzip.open if name.endswith("gz") else open)(tmp_path / name, "wb") as file:
+            file.write((TEXT * 3).encode())
     prepare(data_of(tmp_path / name, tmp_path / "out"))
     percentages = [int(number) for number in re.findall(r"(\d+)%\|", capsys.readouterr().err)]
     assert percentages == sorted(percentages)
