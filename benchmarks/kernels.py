@@ -96,6 +96,7 @@ def profiled(sizes: dict, flags: list[str], peer_kind: str, seconds: float) -> d
         fields = FIELDS | sizes | {"dataset_name": directory / "shards", "output_dir": directory / "run"}
         fields |= {"logging_steps": LOGGING_STEPS}
         train_args = [*(f"--{name}={value}" for name, value in fields.items()), *flags]
+        train_args.append(f"--precision={sizes['precision']}")  # after --precision=auto among the flags
         hook = register_optimizer_step_post_hook(after_step)
         try:
             with suppress(Enough):
