@@ -3,9 +3,9 @@
     accelerate launch --config_file accelerate_configs/single.yaml recipe/best.py --text my.txt --hours 2
 
 Reads the text, takes some steps of two or three sizes to measure this machine, and chooses the size that will have the
-lowest loss when the time is over, by a scaling law (recipe/estimate/scaling.py). Two short trials of that
-size, a seventh of the time at most, show how hard the text is. The result is runs/NAME/recipe.yaml, a recipe like any
-other, which is then trained. Any field of a recipe may be given too (--precision fp32), and is kept as it is.
+lowest loss when the time is over, by a scaling law (recipe/estimate/scaling.py). Two short trials of that size, a
+seventh of the time at most, show how hard the text is. The result is runs/NAME/recipe.yaml, a recipe like any other,
+which is then trained. Any field of a recipe may be given too (--precision fp32), and is kept as it is.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from recipe.engine.factory import open_strategy
 from recipe.engine.launch import fail, is_local_main_process
 from recipe.engine.strategy import Strategy
 from recipe.estimate.forecast import MOST_EPOCHS, Fields, Forecast, Forecaster, config_of, yaml_of
-from recipe.estimate.scaling import Size, law
+from recipe.estimate.scaling import SIZES, Size, law
 from recipe.train import run
 from recipe.utils.checkpoints import read_metrics
 from recipe.utils.errors import ArgumentParser, ExitCode, UserError
@@ -334,7 +334,7 @@ def log_forecasts(forecaster: Forecaster, forecasts: list[Forecast], best: Forec
             *(name_of(forecast.size), forecast.loss, bits, si(forecast.tokens, "B"), epochs),
         )
     limits = {
-        "time": "the time; with more, a larger model",
+        "time": "the time; with more, a larger model" if best.size != SIZES[-1] else "the time; no model is larger",
         "text": f"the text, for a larger model and for more than {MOST_EPOCHS} epochs",
         "memory": "the memory; a larger model does not fit",
     }

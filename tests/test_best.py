@@ -173,6 +173,14 @@ def test_more_time_never_makes_a_smaller_model(device, rate, monkeypatch):
     assert len({best.size for best in bests}) > 3
 
 
+def test_more_time_is_not_said_to_make_a_larger_model_than_the_largest(call_here):
+    argv = ["--text", "fineweb", "--device", "8xh100"]
+    assert "limit      the time; with more, a larger model." in ok(call_here(*argv, "--hours", "1")).stdout
+    result = ok(call_here(*argv, "--hours", "720"))
+    assert re.search(r"^best       48 layers, 1600 wide \(XL\)", result.stdout, re.MULTILINE)
+    assert "limit      the time; no model is larger." in result.stdout
+
+
 def test_the_speed_is_measured_with_the_batch_of_the_recipe(monkeypatch):
     """Half the batch has twice the steps, whose optimizer takes a fifth of the time on a CPU."""
     monkeypatch.setattr(forecast, "expected_flops", lambda *_, **__: (1.8e11, 1.8e11, "guessed"))
