@@ -5,8 +5,9 @@
 Trains the sizes and lengths of GRID on each text, as recipe/best.py would. The law is fitted to these runs and to all
 in recipe/estimate/scaling.json (for three texts recipe/best.py's own runs and their neighbors; its run on an H200, and
 published ones of billions of tokens, each with its source), each text with a line of its own. Its predictions are then
-measured as recipe/best.py uses them: two short runs on a text predict the loss of a longer one of another size. Each
-run is recipe/train.py itself. None is repeated; a text takes ten minutes on a core.
+measured as recipe/best.py uses them: two short runs on a text predict the loss of a longer one of another size; also
+by the law fitted to the other texts alone. Each run is recipe/train.py itself. None is repeated; a text takes ten
+minutes on a core.
 """
 
 from __future__ import annotations
@@ -82,15 +83,29 @@ def prediction_errors(runs: list[dict]) -> list[float]:
     return [round(line_through([points[i], points[j]])(value) / loss - 1, 3) for i, j in TRIALS]
 
 
-def forecasts_within_error(runs: list[dict]) -> list[bool]:
-    """Whether each loss lies within recipe/best.py's forecast from two higher ones that differ enough."""
+def forecast_errors(runs: list[dict]) -> list[tuple[float, bool]]:
+    """Of each loss as recipe/best.py forecasts it from two higher ones that differ enough: the relative error, and
+    whether it is within the stated one."""
     points = [(law(tuple(run["size"]), run["tokens"], run["unique"]), run["loss"]) for run in runs]
-    is_within = []
+    errors = []
     for highest, middle, (value, loss) in itertools.combinations(sorted(points, reverse=True), 3):
         if highest[0] - middle[0] > MIN_TRIAL_GAP and middle[0] > value:
             error = line_through([highest, middle])(value) / loss - 1
-            is_within.append(abs(error) <= error_of(middle[0] - value))
-    return is_within
+            errors.append((error, abs(error) <= error_of(middle[0] - value)))
+    return errors
+
+
+def held_out(runs_by_text: list[list[dict]]) -> dict[str, dict]:
+    """By the law fitted to all other texts: its a, and of each text how many forecasts there are, how many are within
+    the stated error, and the worst relative error. Changes the law's constants."""
+    results = {}
+    for number, runs in enumerate(runs_by_text):
+        fit(runs_by_text[:number] + runs_by_text[number + 1 :])
+        errors = forecast_errors(runs)
+        counts = {"forecasts": len(errors), "within": sum(is_within for _, is_within in errors)}
+        worst = max((error for error, _ in errors), key=abs, default=0.0)
+        results[runs[0]["text"]] = {"a": SCALING["law"]["a"]} | counts | {"worst": round(worst, 3)}
+    return results
 
 
 def main(argv: list[str]) -> int:
@@ -112,12 +127,14 @@ def main(argv: list[str]) -> int:
                 print(f"{stem}: {layers} x {width}, {tokens:,} tokens: {loss:.4f}", flush=True)
     texts = dict.fromkeys(run["text"] for run in result["runs"])
     runs_by_text = [[run for run in result["runs"] if run["text"] == text] for text in texts]
+    result["held_out"] = held_out(runs_by_text)
     residual = fit(runs_by_text)
     errors = {runs[0]["text"]: prediction_errors(runs) for runs in runs_by_text if len(runs) > RUN}
     result |= {"law": SCALING["law"], "residual": round(residual, 4), "errors": errors}
     path.write_text(json.dumps(result, indent=1) + "\n")
     print(f"law: {SCALING['law']}, within {residual:.2%}")
     print(f"relative errors of predictions from two short runs, and from two longer ones: {errors}")
-    outcomes = [is_within for runs in runs_by_text for is_within in forecasts_within_error(runs)]
+    outcomes = [is_within for runs in runs_by_text for _, is_within in forecast_errors(runs)]
     print(f"of {len(outcomes)} forecasts from any two runs, {sum(outcomes)} are within recipe/best.py's stated error")
+    print(f"the same of each text by the law fitted to the others: {result['held_out']}")
     return 0

@@ -431,6 +431,18 @@ def test_the_law_predicts_the_runs_that_it_was_fitted_to():
         assert all(abs(difference) <= error for difference, error in zip(predicted, errors, strict=True))
 
 
+def test_the_log_says_how_far_the_law_holds_for_a_text_that_it_was_not_fitted_to():
+    """It once named only the errors of the texts fitted."""
+    page = " ".join((ROOT / "docs/log.md").read_text().split())
+    constants, held_out = scaling.SCALING["law"], scaling.SCALING["held_out"]
+    assert f"with a = {constants['a']:.3f} and c = {constants['c']:.4f}" in page
+    within, forecasts = (sum(text[key] for text in held_out.values()) for key in ("within", "forecasts"))
+    assert f"fitted without the text it is {within} of {forecasts} forecasts" in page
+    on_gpu = held_out["books-and-wikipedia-h200"]
+    excess = f"{100 * on_gpu['worst']:.0f} % too high"
+    assert f"without them it is {on_gpu['a']:.3f}, and the third is forecast {excess}" in page
+
+
 @pytest.mark.parametrize(
     ("size", "tokens", "unique", "token_bytes", "loss"),
     [
