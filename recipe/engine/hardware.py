@@ -250,7 +250,8 @@ def compile_graph(model: torch.nn.Module, mode: str) -> None:
 
         if hasattr(inductor, "deterministic"):  # torch 2.9 does not have it
             inductor.deterministic = True  # otherwise sums depend on which variant of a kernel was the fastest
-    # CUDA graphs would reserve the memory of a full step, and gain nothing at batches that fill a GPU.
+    # CUDA graphs would reserve the memory of a full step, and of one that fills a GPU they could save 4 %
+    # (docs/performance.md), which was not tried.
     model.compile(dynamic=False, mode="max-autotune-no-cudagraphs" if mode == "max-autotune" else "default")
 
 

@@ -91,7 +91,15 @@ def test_the_pages_have_the_measurements_of_the_h200():
     loaded = H200["kernels after 8 seconds of steps, 32 x 1,024 tokens, AdamW included"]
     assert f"| {32 * 1024 / loaded['step_ms'] * 1e3:,.0f} | 49.1 % |" in page
     times = f"kernels took {loaded['kernels_ms']:.1f} ms and a step {loaded['step_ms']:.1f}"
+    idle = f"idles for {loaded['step_ms'] - loaded['kernels_ms']:.1f} ms between its more than 740 launches"
     assert times in " ".join(page.split())
+    assert idle in " ".join(page.split())
+    assert 740 < sum(launches for _, launches, _ in loaded["kernels"]) < 750
+    fastest = max(
+        line["tokens_per_second"] or 0
+        for line in H200["best.py, 0.1 hours, 41 M tokens of books and Wikipedia"]["curve"]
+    )
+    assert f"at up to {round(fastest, -3):,.0f} tokens/s" in (ROOT / "docs/results.md").read_text()
     kernels = next(value for name, value in H200.items() if name.startswith("kernels"))
     together = [sum(ms for _, _, ms in rows) for rows in kernels.values()]
     assert "| **together** | " + " | ".join(f"**{ms:.1f}**" for ms in together) + " |" in page
