@@ -120,7 +120,7 @@ def parse_request(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
             raise UserError("--dollars needs --price_per_hour, of all devices together")
         amount, request.hours = f"{request.dollars:g}usd", request.dollars / request.price_per_hour
     elif request.tokens:
-        amount, request.hours = f"{request.tokens:g}-tokens", 0
+        amount, request.hours = f"{request.tokens:g}-tokens".replace("e+0", "e").replace("e+", "e"), 0
     if not request.tokens >= 0:
         raise UserError(f"--tokens {request.tokens:g}: give how many to train on, such as 1e9")
     if not request.tokens and not 3600 * request.hours >= SHORTEST_S:

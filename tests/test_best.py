@@ -173,6 +173,13 @@ def test_more_time_never_makes_a_smaller_model(device, rate, monkeypatch):
     assert len({best.size for best in bests}) > 3
 
 
+@pytest.mark.parametrize(("tokens", "name"), [("1e9", "1e9"), ("2.5e10", "2.5e10"), ("300000", "300000")])
+def test_a_run_is_named_after_its_number_of_tokens(tokens, name, call_here):
+    """A billion was once named 1e-09."""
+    printed = ok(call_here("--text", "text.txt", "--tokens", tokens, "--print_run")).stdout
+    assert printed == f"runs/text-{name}-tokens\n"
+
+
 def test_more_time_is_not_said_to_make_a_larger_model_than_the_largest(call_here):
     argv = ["--text", "fineweb", "--device", "8xh100"]
     assert "limit      the time; with more, a larger model." in ok(call_here(*argv, "--hours", "1")).stdout
