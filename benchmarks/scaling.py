@@ -108,6 +108,21 @@ def held_out(runs_by_text: list[list[dict]]) -> dict[str, dict]:
     return results
 
 
+def text_of(result: dict) -> str:
+    """JSON with a line for each run, and for each entry of the other parts."""
+    parts = []
+    for name, part in result.items():
+        if isinstance(part, list):
+            lines = ",\n  ".join(map(json.dumps, part))
+            parts.append(f' "{name}": [\n  {lines}\n ]')
+        elif isinstance(part, dict):
+            lines = ",\n  ".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in part.items())
+            parts.append(f' "{name}": {{\n  {lines}\n }}')
+        else:
+            parts.append(f' "{name}": {json.dumps(part)}')
+    return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
 def main(argv: list[str]) -> int:
     """Trains the missing runs, fits the law and writes recipe/estimate/scaling.json; returns the exit code."""
     parser = ArgumentParser(prog="python -m benchmarks scaling", allow_abbrev=False)
@@ -123,7 +138,7 @@ def main(argv: list[str]) -> int:
             if not any(run.items() >= key.items() for run in result["runs"]):
                 loss = round(train(text, layers, width, tokens), 4)
                 result["runs"].append(key | {"unique": round(text.tokens), "loss": loss})
-                path.write_text(json.dumps(result, indent=1) + "\n")
+                path.write_text(text_of(result))
                 print(f"{stem}: {layers} x {width}, {tokens:,} tokens: {loss:.4f}", flush=True)
     texts = dict.fromkeys(run["text"] for run in result["runs"])
     runs_by_text = [[run for run in result["runs"] if run["text"] == text] for text in texts]
@@ -131,7 +146,7 @@ def main(argv: list[str]) -> int:
     residual = fit(runs_by_text)
     errors = {runs[0]["text"]: prediction_errors(runs) for runs in runs_by_text if len(runs) > RUN}
     result |= {"law": SCALING["law"], "residual": round(residual, 4), "errors": errors}
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    path.write_text(text_of(result))
     print(f"law: {SCALING['law']}, within {residual:.2%}")
     print(f"relative errors of predictions from two short runs, and from two longer ones: {errors}")
     outcomes = [is_within for runs in runs_by_text for _, is_within in forecast_errors(runs)]
