@@ -199,7 +199,7 @@ def search(
         if seconds < LEAST_LEFT_S:
             raise UserError("looking for the best size has taken all of the time; give more --hours")
     best = forecaster.best(seconds)
-    log_forecasts(forecaster, forecaster.forecasts(seconds), best)
+    log_forecasts(forecaster, forecaster.forecasts(seconds), best, "tokens" if request.tokens else "time")
     fields = forecaster.recipe(best.size, best.tokens)
     training_s = best.tokens / forecaster.tokens_per_second(best.size)
     if request.tokens or training_s < WELL_BEFORE * seconds:
@@ -323,8 +323,8 @@ def train_and_delete(strategy: Strategy, fields: Fields, flags: list[str]) -> li
     return lines
 
 
-def log_forecasts(forecaster: Forecaster, forecasts: list[Forecast], best: Forecast) -> None:
-    """Logs the best size between its neighbors, and what limits it."""
+def log_forecasts(forecaster: Forecaster, forecasts: list[Forecast], best: Forecast, budget: str) -> None:
+    """Logs the best size between its neighbors, and what limits it; the budget is "time" or "tokens"."""
     index, text = forecasts.index(best), forecaster.text
     for forecast in forecasts[max(0, index - 1) : index + 2]:
         bits = forecast.loss / math.log(2) / text.token_bytes
@@ -334,7 +334,7 @@ def log_forecasts(forecaster: Forecaster, forecasts: list[Forecast], best: Forec
             *(name_of(forecast.size), forecast.loss, bits, si(forecast.tokens, "B"), epochs),
         )
     limits = {
-        "time": "the time; with more, a larger model" if best.size != SIZES[-1] else "the time; no model is larger",
+        "time": f"the {budget}; " + ("no model is larger" if best.size == SIZES[-1] else "with more, a larger model"),
         "text": f"the text, for a larger model and for more than {MOST_EPOCHS} epochs",
         "memory": "the memory; a larger model does not fit",
     }

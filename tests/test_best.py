@@ -183,6 +183,8 @@ def test_a_run_is_named_after_its_number_of_tokens(tokens, name, call_here):
 def test_more_time_is_not_said_to_make_a_larger_model_than_the_largest(call_here):
     argv = ["--text", "fineweb", "--device", "8xh100"]
     assert "limit      the time; with more, a larger model." in ok(call_here(*argv, "--hours", "1")).stdout
+    tokens = ok(call_here(*argv, "--tokens", "1e9", "--run_name", "tokens")).stdout
+    assert "limit      the tokens; with more, a larger model." in tokens
     result = ok(call_here(*argv, "--hours", "720"))
     assert re.search(r"^best       48 layers, 1600 wide \(XL\)", result.stdout, re.MULTILINE)
     assert "limit      the time; no model is larger." in result.stdout
