@@ -95,7 +95,8 @@ def test_a_shard_for_both_training_and_validation_is_refused(tmp_path):
         (tmp_path / name).mkdir()
     a, b = make_shards(tmp_path / "a", 50, 60), make_shards(tmp_path / "b", 50)
     c = make_shards(tmp_path / "c", 50, start=1000)
-    train, *validations = (TokenDataset(shards, T, 4, seed=1) for shards in (a, c, b, [a[1]]))
+    # A step may take all 13 windows of an epoch.
+    train, *validations = (TokenDataset(shards, T, 13, seed=1) for shards in (a, c, b, [a[1]]))
     check_data([train], validations[:1])
     for val in validations[1:]:
         with pytest.raises(UserError, match=r"\.bin \(training\) and .*\.bin \(validation\) hold the same tokens"):
@@ -137,3 +138,19 @@ def test_each_epoch_verifies_each_shard_when_it_is_reached(shards, monkeypatch):
     data.sequences(0, 0, 13)
     with pytest.raises(UserError, match=r"train_000002\.bin: its SHA-256 is"):
         data.sequences(1, 0, 1)
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_a_resumed_run_verifies_shards_without_a_manifest(shards, mixed):
+    """By the SHA-256 of the first reading, which the checkpoint has."""
+
+    def open_data():
+        dataset = TokenDataset([replace(shard, sha256=None) for shard in shards], T, 4, seed=1)
+        return MixedDataset([MixtureEntry("a", 1000, None)], [dataset], 4, seed=1) if mixed else dataset
+
+    data, resumed = open_data(), open_data()
+    data.sequences(0, 0, 4)
+    resumed.load_state_dict(data.state_dict())
+    write_shard(shards[0].path, range(1, 101))
+    with pytest.raises(UserError, match=r"train_000000\.bin: its SHA-256 is"):
+        resumed.sequences(1, 0, 4)
