@@ -143,6 +143,8 @@ def test_a_damaged_checkpoint_does_not_count_toward_save_total_limit(tmp_path):
     (tmp_path / "step_00000020" / "model.safetensors").write_bytes(b"")
     for _ in range(2):  # without the lock nothing is renamed
         assert newest_intact(tmp_path) == tmp_path / "step_00000010"
+    prune(tmp_path, 10, config_keeping(1), {})
+    assert steps_in(tmp_path) == [10, 20]  # the newest up to 10 is 10
     assert newest_intact(tmp_path, locked=True) == tmp_path / "step_00000010"
     assert (tmp_path / "damaged_step_00000020" / "model.safetensors").exists()
     for step, expected_steps in ((12, [10, 12]), (30, [12, 30])):

@@ -22,6 +22,7 @@ from recipe.engine.strategy import Strategy
 from recipe.utils.errors import UserError
 from recipe.utils.processes import Processes
 from tests.checkpoint import save
+from tests.conftest import tensors
 
 
 class Run:
@@ -74,6 +75,16 @@ def test_a_checkpoint_holds_the_state_of_every_component(run):
     assert (state["metrics"], state["grad_scaler"]) == ({"unwritten": {"loss": 0.5}}, {"scale": 2.0})
     assert state["config"]["output_dir"] == str(run.directory)
     assert state["tokenizer"]["digest"] == "gpt2"
+    assert (state["step"], state["tokens"]) == (3, 3 * state["config"]["total_batch_tokens"])
+
+
+def test_a_step_that_is_saved_already_is_not_saved_again(run):
+    """As when a run is stopped right after a save."""
+    for value in (1.0, 2.0):
+        run.value = value
+        run.save_and_wait(3)
+    assert run.metrics.warning == ""
+    assert tensors(run.directory / "step_00000003")["a"].tolist() == [1.0] * 4
 
 
 def test_a_save_is_waited_for_only_at_the_next_one(run, monkeypatch):
