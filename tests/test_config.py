@@ -96,11 +96,12 @@ def test_values_of_a_recipe_are_read_as_they_are_written(recipe):
     """In YAML 1.1 `no` and `on` are booleans, 0100 is 64 and 1:03 is 63."""
     config_flag = recipe(
         "dataset_name: wikimedia/wikipedia\nstreaming: true\ndataset_config: no\nmax_steps: 0100\nrun_name: on\n"
-        "val_data:\ninit_from: null\nlearning_rate: 1e-3\n"
+        "val_data:\ninit_from: null\nlearning_rate: 1e-3\nseed: 9007199254740993\n"
     )
     config = parse_config([config_flag])
     assert (config.data.dataset_config, config.optimizer.max_steps, config.run.run_name) == ("no", 100, "on")
     assert (config.data.val_data, config.model.init_from, config.optimizer.learning_rate) == ("", "", 1e-3)
+    assert (config.run.seed, parse_config(["--seed=1e3"]).run.seed) == (2**53 + 1, 1000)  # no float holds the first
     assert "warmup_steps is '1:03'; it must be INTEGER" in refused(recipe("warmup_steps: 1:03"))
 
 
@@ -164,6 +165,7 @@ def test_a_value_beyond_a_limit_is_refused():
     [
         ("max_steps: 1.5", "mine.yaml: max_steps is '1.5'; it must be INTEGER"),
         ("max_steps: 0", "mine.yaml: max_steps is 0; it must be at least 1"),
+        ("learning_rate: inf", "mine.yaml: learning_rate is inf; it must be a finite number"),
         ("micro_batch_size: automatic", "micro_batch_size is 'automatic'; it must be INTEGER|auto"),
         ("streaming: maybe", "streaming is 'maybe'; it must be true|false"),
         ("precision: fp8", "precision is 'fp8'; it must be auto|fp32|tf32|bf16|fp16"),
@@ -192,8 +194,12 @@ def test_batch_arithmetic():
     assert batch_arithmetic(config, 8) == BatchPlan(sequences=512, world_size=8, micro=32, accumulation=2)
     assert batch_arithmetic(config, 1).accumulation == 16
     assert batch_arithmetic(config, 64).micro == 8  # a device's whole share
+    one_sequence = parse_config(["--config=gpt2", "--total_batch_tokens=1024"])
+    assert batch_arithmetic(one_sequence, 1) == BatchPlan(sequences=1, world_size=1, micro=1, accumulation=1)
     with pytest.raises(UserError, match=r"3 processes x micro_batch_size 32 .* = 98304; 491520 is one"):
         batch_arithmetic(config, 3)
+    with pytest.raises(UserError, match=r"1024 processes x micro_batch_size 1 .* = 1048576; 1048576 is one"):
+        batch_arithmetic(config, 1024)  # more devices than sequences
 
 
 def test_parameters_and_flops_of_gpt2s_sizes():
@@ -245,6 +251,15 @@ def test_0_is_never_and_end_is_at_the_end_only(recipe, task):
         assert refused(f"--{task}_steps=0") == f"{task}_steps is 0; it must be at least 1 or end"
     else:
         assert steps(0) == []
+
+
+def test_what_an_earlier_process_measured_after_a_step_is_not_due_again():
+    tasks = ("eval", "hellaswag", "sample")
+    config = parse_config(["--max_steps=700", *(f"--{task}_steps=end" for task in tasks)])
+    for task, column in zip(tasks, ("val_loss", "hellaswag_llmc_acc", "sample"), strict=True):
+        due = due_at(700, config).without({"loss": 3.0, column: 0.3})
+        assert [due.eval, due.hellaswag, due.sample] == [other != task for other in tasks]
+        assert due.save
 
 
 def test_a_milestone_is_saved_whatever_save_steps_is():
