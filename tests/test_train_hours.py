@@ -1,5 +1,7 @@
 """train_hours: a WSD run that decays in time, also if it is stopped in between, and that an audit can replay."""
 
+import dataclasses
+import itertools
 import json
 import shutil
 
@@ -7,7 +9,7 @@ import pytest
 
 from recipe import audit
 from recipe.checkpoint.format import checkpoints
-from recipe.config import parse_config
+from recipe.config import OptimizerConfig, parse_config
 from recipe.monitor.metrics import time_to_decay
 from recipe.utils.errors import UserError
 from tests import processes as programs
@@ -31,6 +33,14 @@ def test_at_a_constant_speed_a_run_ends_after_96_percent_of_the_time():
         assert time_to_decay({"seconds": 3600 * fraction - 60, "pauses": 60, "first_steps": 0}, config) is is_due
 
 
+@pytest.mark.parametrize("fraction", [0.2, 0.6])
+def test_the_decay_begins_at_the_step_at_which_it_is_due_but_not_before_the_end_of_the_warm_up(fraction):
+    for step, warmup_steps in itertools.product((1, 5, 7, 100, 12345), (0, 20)):
+        config = OptimizerConfig(lr_scheduler_type="wsd", decay_fraction=fraction, warmup_steps=warmup_steps)
+        config = dataclasses.replace(config, max_steps=config.ending_after(step))
+        assert config.decay_start == max(step, warmup_steps) <= config.max_steps
+
+
 @pytest.fixture
 def complete_run(shards, once, tmp_path):
     """A function: number of processes -> a copy of a complete run, and what it printed."""
@@ -51,6 +61,7 @@ def test_a_run_decays_and_is_complete_in_time(shards, complete_run, tmp_path, pr
     run, output = complete_run(processes)
     decay_start, last = (int(path.name[5:]) for path in checkpoints(run))
     assert f"decay      begins after step {decay_start:,}; the run has {last:,} steps" in output
+    assert "resuming with" not in output  # the user has changed nothing
     assert last / 2 == pytest.approx(decay_start, abs=1)
     lines = by_step(run)
     assert max(lines) == last
