@@ -1,11 +1,15 @@
-"""The estimated peak memory of a step against every allocation of a real step."""
+"""The estimated peak memory of a step against every allocation of a real step, and the space that checkpoints take."""
 
 import json
 
 import pytest
+import torch
+from transformers import GPT2Config
 
 from recipe.config import batch_arithmetic, parse_config
-from recipe.estimate.memory import HEADROOM, step_memory
+from recipe.estimate.memory import HEADROOM, checkpoint_bytes, checkpoint_count, step_memory
+from recipe.model.gpt2 import GPT2LMHeadModel
+from recipe.optim.optimizer import make_optimizer, named_state
 from tests import processes as programs
 from tests.conftest import ok
 
@@ -85,3 +89,25 @@ def test_which_sharding_fits_gpt2_xl_on_16_gb(sharding, world_size, precision, o
     config = parse_config([*XL, *options])
     peak = step_memory(config, batch_arithmetic(config, world_size), precision=precision, sharding=sharding).peak
     assert (peak <= HEADROOM * 16e9) == fits
+
+
+@pytest.mark.parametrize("optim", ["adamw", "muon"])
+def test_a_checkpoint_holds_the_weights_and_the_optimizer_state(optim):
+    sizes = {"n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": 64}
+    config = parse_config([*(f"--{name}={size}" for name, size in sizes.items()), "--sequence_length=64"])
+    config = config.replace(vocab_size=100, optim=optim, matrix_learning_rate=0.0)
+    model = GPT2LMHeadModel(GPT2Config(**sizes, vocab_size=100, bos_token_id=None, eos_token_id=None))
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizer = make_optimizer(model, config.optimizer)
+    optimizer.step()
+    tensors = [*model.parameters(), *named_state(model, optimizer).values()]
+    tokenizer_files = 2_500_000
+    assert checkpoint_bytes(config) == sum(tensor.nbytes for tensor in tensors) + tokenizer_files
+
+
+@pytest.mark.parametrize(("schedule", "count"), [("linear", 7), ("wsd", 8)])
+def test_the_most_checkpoints_on_disk_at_once(schedule, count):
+    """Milestones 200, 400 and 600, the two newest, the best one, wsd's before the decay and the one being written."""
+    settings = ["--max_steps=700", "--milestone_steps=200", "--save_total_limit=2"]
+    assert checkpoint_count(parse_config([*settings, f"--lr_scheduler_type={schedule}"])) == count
