@@ -78,6 +78,17 @@ def test_the_paired_interval_covers_where_few_rows_differ(only_ours, only_theirs
     assert n_covered / 1000 >= 0.94
 
 
+def test_the_paired_intervals_by_hand():
+    """Of 40 rows 4 are right in the first model only and 1 in the second only; half a row is added to each outcome."""
+    ours, theirs = np.arange(40) < 4, np.arange(40) == 39
+    center = (4.5 - 1.5) / 42
+    half_width = 1.96 * ((4.5 + 1.5 - 42 * center**2) / 42**2) ** 0.5
+    assert compare.compare_means("", ours, theirs)["ci95"] == pytest.approx([center - half_width, center + half_width])
+    half_width = 1.96 * (77.5 / 30) ** 0.5  # the sample variance of 0 to 29 is 30 * 31 / 12
+    losses = compare.compare_means("", np.arange(30.0), np.zeros(30))
+    assert losses["ci95"] == pytest.approx([14.5 - half_width, 14.5 + half_width])
+
+
 def test_the_interval_of_losses_covers_and_few_windows_have_none():
     rng = np.random.default_rng(1)
     draws = rng.normal(0.1, 1, (2000, 30))
