@@ -29,8 +29,10 @@ def saved_state(run) -> tuple[int, int, float]:
 
 def test_at_a_constant_speed_a_run_ends_after_96_percent_of_the_time():
     config = parse_config(["--train_hours=1", "--lr_scheduler_type=wsd", "--decay_fraction=0.6"])
-    for fraction, is_due in ((0.4 * 0.959, False), (0.4 * 0.961, True)):  # the decay takes 1.5 times as long again
-        assert time_to_decay({"seconds": 3600 * fraction - 60, "pauses": 60, "first_steps": 0}, config) is is_due
+    for first_steps, (share, is_due) in itertools.product((0, 300), ((0.959, False), (0.961, True))):
+        # The decay takes 1.5 times as long again, without another first step, which compiles.
+        seconds = first_steps + 0.4 * (3600 * share - first_steps) - 60
+        assert time_to_decay({"seconds": seconds, "pauses": 60, "first_steps": first_steps}, config) is is_due
 
 
 @pytest.mark.parametrize("fraction", [0.2, 0.6])
