@@ -43,6 +43,7 @@ GOOD = np.arange(1, 1000, dtype="<u2")
         (GOOD.astype("<i4").tobytes(), r"type \(uint16 is read\) or byte order"),
         (GOOD.astype(">u2").tobytes(), "byte order"),
         (header(20240520, 1, 999, order=">") + GOOD.tobytes(), "byte order"),
+        (header(20240520, 1, 0), "the header gives 0 tokens"),
         (header(20240520, 1, 999) + GOOD.tobytes()[:-1], r"999 tokens \(1998 bytes\), but 1997 bytes .*cut short"),
         (header(20240520, 1, 999) + GOOD.astype("<u4").tobytes(), "tokens are not uint16"),
     ],
