@@ -6,6 +6,7 @@ the next one begins, so that a producer killed at any moment continues after its
 
 import hashlib
 import os
+import shlex
 from collections.abc import Callable, Iterator
 from itertools import chain, groupby
 from pathlib import Path
@@ -119,7 +120,8 @@ class Producer:
         if difference := self._difference(manifest):
             raise UserError(
                 f"{self.out} holds shards of another text or with other settings: {difference}. Delete {self.out} to "
-                "make them again, name another directory, or train on them as they are with --train_text ''"
+                "make them again, name another directory, or train on them as they are with --train_text '' "
+                f"--dataset_name {shlex.quote(str(self.out))}"
             )
 
     def _difference(self, manifest: Manifest) -> str:

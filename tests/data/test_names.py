@@ -4,6 +4,7 @@ import gzip
 import math
 import os
 import re
+import shlex
 from pathlib import Path
 
 import numpy as np
@@ -114,6 +115,18 @@ def test_text_that_does_not_match_the_prepared_shards_is_an_error(workdir):
     with pytest.raises(UserError, match=r"train_text gone\.txt: no such file"):
         opened("--dataset_name=data/mine", "--train_text=gone.txt")
     opened("--dataset_name=data/mine", "--train_text=")  # as they are
+
+
+def test_shards_of_a_text_that_has_changed_can_be_trained_on_with_the_flags_that_the_error_names(workdir):
+    """Also where the run names the text, whose shards are in a directory of their own."""
+    (workdir / "my.txt").write_text(TEXT[:4000])
+    opened("--dataset_name=my.txt")
+    (workdir / "my.txt").write_text(TEXT[:3000])
+    with pytest.raises(UserError, match="as they are with ") as error:
+        opened("--dataset_name=my.txt")
+    proposed = shlex.split(str(error.value).partition("as they are with ")[2])
+    train, _, _ = opened("--dataset_name=my.txt", *proposed)
+    assert sum(shard.tokens for shard in train.shards) > len(tokens_of([TEXT[:3000]])) * 0.99
 
 
 def test_nanogpts_files_are_read_and_a_glob_of_both_is_refused(workdir):
