@@ -34,12 +34,14 @@ logger = logging.getLogger("recipe.hub.export")  # as a command, __name__ is __m
 
 def export(run: Path, out: Path, *, best: bool = False, license: str = "", force: bool = False) -> Path:
     """Writes the newest intact checkpoint of `run`, or the `best` one, or `run` itself if it is one, to the directory
-    `out`; returns the checkpoint. `force` replaces only the files of an earlier export, and deletes its results.json if
-    the weights change. Raises UserError."""
-    if out.exists() and not force:
+    `out`; returns the checkpoint. `force` replaces the files of an earlier export, and no others, and deletes its
+    results.json if the weights change. Raises UserError."""
+    names = {path.name for path in out.iterdir()} if out.is_dir() else {out.name} if out.exists() else set()
+    is_export = "config.json" in names and "manifest.json" not in names  # checkpoints have a manifest
+    if names and not is_export:  # such as a run, whose name would then stand for these weights, or a README.md of yours
+        raise UserError(f"--out {out} exists and is not an export; name another directory")
+    if names and not force:
         raise UserError(f"--out {out} exists; replace it with --force (make export ARGS=--force), or name another")
-    if (out / "manifest.json").exists():  # exports have none
-        raise UserError(f"--out {out} is a checkpoint; name another directory")
     checkpoint = choose(run, best)
     card = model_card(checkpoint, license=license)
     out.mkdir(parents=True, exist_ok=True)

@@ -9,7 +9,7 @@ from huggingface_hub import ModelCard
 
 from eval.published import ACCURACIES
 from eval.scores import hellaswag_scores
-from recipe.checkpoint.format import checkpoints, verify
+from recipe.checkpoint.format import checkpoints
 from recipe.config import parse_config
 from recipe.hub import export
 from recipe.utils.errors import UserError
@@ -68,14 +68,20 @@ def test_a_second_export_to_the_same_directory_needs_force(whole_run, tmp_path, 
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
-def test_an_export_replaces_no_checkpoint_and_writes_through_no_link(whole_run, tmp_path, capsys):
-    run, out = shutil.copytree(whole_run[0], tmp_path / "run"), tmp_path / "out"
-    for source in (run, run / "step_00000010"):
-        assert export.main([str(source), "--out", str(run / "step_00000020"), "--force"]) == 2
-        assert "step_00000020 is a checkpoint; name another directory" in capsys.readouterr().err
-    assert [verify(path) for path in checkpoints(run)] == [[], []]
+def test_force_replaces_nothing_but_an_export_and_writes_through_no_link(whole_run, tmp_path, capsys):
+    run, out, project = shutil.copytree(whole_run[0], tmp_path / "run"), tmp_path / "out", tmp_path / "project"
+    project.mkdir()
+    (project / "README.md").write_text("of mine")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    for other in (run / "step_00000020", run, project, project / "README.md"):
+        for flags in ([], ["--force"]):
+            assert export.main([str(run), "--out", str(other), *flags]) == 2
+            assert f"--out {other} exists and is not an export; name another directory" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
     out.mkdir()
+    assert export.main([str(run), "--out", str(out)]) == 0  # an empty directory
     (tmp_path / "precious").write_text("of mine")
+    (out / "README.md").unlink()
     (out / "README.md").symlink_to(tmp_path / "precious")
     assert export.main([str(run), "--out", str(out), "--force"]) == 0
     assert (tmp_path / "precious").read_text() == "of mine"
