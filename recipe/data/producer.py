@@ -54,12 +54,13 @@ class Producer:
         """Raises UserError if the text cannot be read, or if the directory holds files that are not this recipe's."""
         self.source, self.tokenizer = open_text(data), open_tokenizer(data.tokenizer)
         self.out = out = Path(data.dataset_name)
-        if out.is_dir() and not (out / MANIFEST).exists():
-            strays = [path.name for path in out.iterdir() if not path.name.startswith(".") and path.suffix != ".part"]
-            if strays:
+        if out.exists() and not (out / MANIFEST).exists():
+            names = [path.name for path in out.iterdir()] if out.is_dir() else [out.name]
+            if strays := [name for name in names if not name.startswith(".") and not name.endswith(".part")]:
                 raise UserError(
-                    f"{out} holds other files ({some(sorted(strays), 1)}), which must not be mixed with shards; "
-                    "name an empty or a new directory"
+                    f"dataset_name {out} is to hold the shards of train_text {data.train_text}, but "
+                    f"{f'holds other files ({some(sorted(strays), 1)})' if out.is_dir() else 'is a file'}; name an "
+                    f"empty or a new directory, or remove train_text to train on {out} itself"
                 )
         self.shard_tokens, self._window = data.shard_tokens, data.sequence_length + 1
         self.val_documents = data.val_documents or (HUB_VAL_DOCUMENTS if isinstance(self.source, HubText) else 0)

@@ -14,7 +14,7 @@ from eval.curves import read_run
 from recipe.config import DataConfig, batch_arithmetic, parse_config
 from recipe.config.catalog import text_files
 from recipe.data.open import open_datasets
-from recipe.data.prepare import prepare
+from recipe.data.prepare import must_prepare, prepare
 from recipe.data.tokenizer import encode
 from recipe.utils.errors import UserError
 from recipe.utils.processes import Processes
@@ -127,6 +127,20 @@ def test_shards_of_a_text_that_has_changed_can_be_trained_on_with_the_flags_that
     proposed = shlex.split(str(error.value).partition("as they are with ")[2])
     train, _, _ = opened("--dataset_name=my.txt", *proposed)
     assert sum(shard.tokens for shard in train.shards) > len(tokens_of([TEXT[:3000]])) * 0.99
+
+
+@pytest.mark.parametrize(("name", "problem"), [("my.txt", "is a file"), ("texts", r"holds other files \(a\.txt\)")])
+def test_a_text_in_the_place_of_the_shards_of_another_is_refused(workdir, name, problem):
+    """As in a copy of the default recipe of which only dataset_name was edited; a dry run checks it too."""
+    (workdir / "texts").mkdir()
+    for path in ("my.txt", "texts/a.txt", "other.txt"):
+        (workdir / path).write_text(TEXT[:4000])
+    (workdir / "mine.yaml").write_text(f"dataset_name: {name}\ntrain_text: other.txt\n")
+    for data_check in (prepare, must_prepare):
+        with pytest.raises(UserError, match=f"{name} is to hold .* other.txt, but {problem}; .* remove train_text"):
+            data_check(parse_config(["--config=mine.yaml"]).data)
+    (workdir / "mine.yaml").write_text(f"dataset_name: {name}\n")
+    opened("--config=mine.yaml", "--val_fraction=0.1")
 
 
 def test_nanogpts_files_are_read_and_a_glob_of_both_is_refused(workdir):
