@@ -10,7 +10,7 @@ import io
 import sys
 
 import torch
-from transformers import GenerationConfig, GenerationMixin, TextStreamer, set_seed
+from transformers import GenerationConfig, GenerationMixin, TextStreamer
 
 from eval import common
 
@@ -41,7 +41,7 @@ def generate(loaded: common.Loaded, prompt: str, args: argparse.Namespace) -> li
     for number in range(args.num_samples):
         if args.num_samples > 1:
             print(f"--- sample {number + 1} of {args.num_samples} (seed {args.seed + number})", flush=True)
-        set_seed(args.seed + number)
+        torch.manual_seed(args.seed + number)
         out = loaded.model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
