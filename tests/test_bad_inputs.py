@@ -151,7 +151,7 @@ MISTAKES = {
     "too few windows": (
         lambda box: box.train(box.shard(GOOD[:50])),
         "total_batch_tokens takes 4 sequences a step",
-        "lower total_batch_tokens, or prepare more text",
+        "lower total_batch_tokens or val_fraction, or give more text",
     ),
     "too few words": (
         lambda box: box.train(

@@ -106,7 +106,7 @@ class TokenDataset:
         if self.batch_size > self.windows:
             raise UserError(
                 f"{self.shards[0].path.parent}: total_batch_tokens takes {self.batch_size} sequences a step, but the "
-                f"training data have only {self.windows}; lower total_batch_tokens, or prepare more text"
+                f"training data have only {self.windows}; lower total_batch_tokens or val_fraction, or give more text"
             )
 
     def close(self) -> None:

@@ -122,7 +122,8 @@ def _progress(producer: Producer) -> Generator[None, None, None]:
 def _summary(manifest: Manifest) -> str:
     tokens = ", ".join(f"{manifest.tokens(split):,} {split}" for split in ("train", "val"))
     return (
-        f"{len(manifest.shards)} shards, {tokens} tokens{manifest.validation}, {plural(manifest.documents, 'document')}"
+        f"{plural(len(manifest.shards), 'shard')}, {tokens} tokens{manifest.validation}, "
+        f"{plural(manifest.documents, 'document')}"
     )
 
 

@@ -63,7 +63,7 @@ def _mixture(config: Config) -> Iterator[str]:
 
 def _model(config: Config) -> str:
     model = config.model
-    size = f"{model.n_layer} layers, {model.n_head} heads, {model.n_embd} wide"
+    size = f"{plural(model.n_layer, 'layer')}, {plural(model.n_head, 'head')}, {model.n_embd} wide"
     flops = flops_per_token(model, config.data.sequence_length)
     return f"model      {parameter_count(model):,} parameters: {size}, {flops / 1e6:,.1f} MFLOP a token"
 

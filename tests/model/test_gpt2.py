@@ -2,7 +2,6 @@
 
 from functools import partial
 
-import httpx
 import pytest
 import torch
 import transformers
@@ -187,7 +186,7 @@ def test_init_from_a_run_names_its_checkpoint(tmp_path):
 def test_init_from_without_a_network_is_an_error_within_ten_seconds(monkeypatch):
     def unreachable(self, name, timeout):
         assert timeout <= 10
-        raise httpx.ConnectError("Name or service not known")
+        raise ConnectionError("Name or service not known")
 
     monkeypatch.setattr(HfApi, "model_info", unreachable)
     with pytest.raises(UserError, match=r"init_from openai-community/gpt2 .* Is this machine offline"):
