@@ -133,6 +133,9 @@ def _model_and_optimizer(
     if checkpoint:
         steps = checkpoint.state["optimizer_steps"]
         strategy.scatter(raw_model, optimizer, checkpoint.optimizer_state, steps)
+        # They are mapped from its files: one that is pruned would keep its disk space.
+        checkpoint.weights.clear()
+        checkpoint.optimizer_state.clear()
     return raw_model, model, optimizer
 
 

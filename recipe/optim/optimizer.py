@@ -107,7 +107,7 @@ def load_named_state(
     on_device = any(optimizer.param_groups[0].get(option) for option in ("fused", "capturable"))
     names = state_names(model, optimizer)
     for name, p in model.named_parameters():
-        state = {key: tensors[f"{key}.{name}"].to(p.device, p.dtype) for key in names[name]}
+        state = {key: tensors[f"{key}.{name}"].to(p.device, p.dtype, copy=True) for key in names[name]}
         if names[name] == MOMENTS:
             step = torch.tensor(float(steps), dtype=torch.float32, device=p.device if on_device else "cpu")
             state = {"step": step} | state
