@@ -80,7 +80,7 @@ class CheckpointManager:
         if step <= self._saved_step:
             return
         self._saved_step = step
-        self._metrics.unwritten = record
+        self._metrics.unwritten = dict(record)  # to which the evaluations are added meanwhile
         state = {
             "tokens": step * self._config.optimizer.total_batch_tokens,
             "optimizer_steps": steps_taken(self._optimizer),
@@ -146,7 +146,7 @@ class CheckpointManager:
         start = time.monotonic()
         try:
             self._directory.check()
-            self._metrics.sync()
+            checkpoint.state["metrics"]["lines_sha256"] = self._metrics.sync(checkpoint.step)
             save_checkpoint(checkpoint, self._files)
         except Exception as error:  # whatever the error, the run goes on, unless it has lost its directory
             self._unsaved, self._error, self._metrics.warning = checkpoint, error, f"step {checkpoint.step} not saved"

@@ -163,17 +163,17 @@ class Metrics:
         """{step: validation loss} of the run so far."""
         return val_losses(Path(self._config.run.output_dir))
 
-    def sync(self) -> None:
-        """Flushes metrics.jsonl to the disk; on the main process."""
-        if self._log:
-            self._log.sync()
+    def sync(self, step: int) -> str:
+        """Flushes metrics.jsonl to the disk, and returns the SHA-256 of its lines before a step, by which an audit
+        verifies them; on the main process. Raises OSError if it cannot be read."""
+        assert self._log
+        self._log.sync()
+        return sha256_before(self._log.text(), step)
 
     def state_dict(self) -> dict:
-        """The state for the checkpoint, as JSON. It has the SHA-256 of the lines of metrics.jsonl before this step, by
-        which an audit verifies them. A collective call, which waits for the device."""
+        """The state for the checkpoint, as JSON. A collective call, which waits for the device."""
         loss = self.loss.state_dict(self._strategy.runtime.processes.mean)
-        lines = sha256_before(self._log.text(), self._step) if self._log else ""
-        return self._times() | {"running_loss": loss, "lines_sha256": lines, "unwritten": self.unwritten}
+        return self._times() | {"running_loss": loss, "unwritten": self.unwritten}
 
     def _times(self) -> dict[str, float]:
         # With the seconds since the last reading, which a resumed run would miss.
