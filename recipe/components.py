@@ -152,7 +152,9 @@ def check_inputs(config: Config, batch: BatchPlan, processes: Processes) -> None
     the Hub is not checked without a network. A collective call."""
     steps = 0 if config.undecided else config.optimizer.max_steps
     data_checks = [partial(check_dataset, entry, batch, steps) for entry in data_sets(config.data)]
-    checks = [*data_checks, partial(check_init_from, config), partial(_check_run_directory, config)]
+    checks = [*data_checks, partial(_check_run_directory, config)]
+    if config.run.dry_run:  # else check_initial_weights has done it
+        checks.append(partial(check_init_from, config))
     with processes.shared_error("the inputs cannot be read"):
         for check in checks if processes.is_main else []:
             try:
@@ -304,6 +306,12 @@ def check_supported(config: Config, strategy: Strategy) -> None:
     """Raises UserError if the optimizer or the fused loss is not supported here, or if an automatic restart would start
     the run or its max_hours over."""
     run, optim, supported = config.run, config.optimizer.optim, strategy.runtime.optimizers
+    limits = [name for name in ("skip_loss_z", "skip_grad_z") if getattr(config.optimizer, name)]
+    if limits and strategy.runtime.sharding.startswith("zero"):
+        raise UserError(
+            f"{limits[0]} is not supported under ZeRO, whose step computes the norm and updates the weights in one "
+            "call; remove it, or launch with accelerate_configs/ddp.yaml"
+        )
     if supported and optim not in supported:
         raise UserError(
             f"optim {optim} is not supported on {strategy}; launch with accelerate_configs/ddp.yaml or single.yaml, or "

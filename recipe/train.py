@@ -105,8 +105,8 @@ def pretrain(config: Config, batch: BatchPlan, strategy: Strategy) -> ExitCode |
     """Trains from the run's newest checkpoint to its last step. Returns None if a run of train_hours has saved a
     checkpoint and stopped because its decay is due and its number of steps is to be fixed."""
     processes, stop = strategy.runtime.processes, strategy.runtime.stop
+    uploads, code = open_uploads(config, processes), ExitCode.DONE  # before --fresh moves an earlier run
     with open_run_directory(config, processes) as (directory, checkpoint):
-        uploads, code = open_uploads(config, processes), ExitCode.DONE
         if not is_complete(config, processes, checkpoint):
             with open_components(config, batch, strategy, directory, checkpoint) as components:
                 if config.undecided and processes.is_main:  # checkpoints keep the main process's clock
@@ -133,7 +133,7 @@ def train(config: Config, batch: BatchPlan, components: Components, uploads: Upl
         due = due_at(step, config)
 
         # now and then: read the metrics from the device, which synchronizes
-        record = metrics.record(step, read=due.log or due.eval)
+        record = metrics.record(step, read=due.log)
         due = due.without(record)  # a resumed run does not repeat its evaluations
         # now and then: a checkpoint, but not during a loss spike, while steps are skipped
         if due.last or (due.save and not strategy.spike_filter.skipping):

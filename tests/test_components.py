@@ -78,6 +78,17 @@ def test_a_node_with_other_shards_is_refused(monkeypatch, tmp_path):
         open_on("c")
 
 
+@pytest.mark.parametrize("name", ["skip_loss_z", "skip_grad_z"])
+def test_skipping_spikes_under_zero_is_refused_in_a_dry_run_too(name):
+    """By DeepSpeed's step they would not be skipped. It was once found after --fresh had moved the earlier run."""
+    device = Device("cuda", "NVIDIA H100 80GB HBM3", "bf16")
+    strategy = SimpleNamespace(runtime=Runtime(Processes(), "zero1"), device=device)
+    config = parse_config([f"--{name}=5"])
+    with pytest.raises(UserError, match=f"{name} is not supported under ZeRO"):
+        check_supported(config, strategy)
+    check_supported(config, node(Processes()))
+
+
 def test_what_a_restart_would_repeat_is_refused(monkeypatch):
     config = parse_config(["--output_dir=runs/mine"])
     fresh_config, timed_config = config.replace(fresh=True), config.replace(max_hours=2.0)

@@ -13,7 +13,7 @@ from recipe.estimate.memory import flops_per_token, parameter_count
 from recipe.model.gpt2 import GPT2LMHeadModel
 from recipe.utils.errors import UserError
 from tests import processes as programs
-from tests.conftest import ROOT, ok
+from tests.conftest import ROOT, flags, ok
 
 RECIPES = sorted((ROOT / "recipe" / "configs").glob("*.yaml"))
 
@@ -251,6 +251,13 @@ def test_0_is_never_and_end_is_at_the_end_only(recipe, task):
         assert refused(f"--{task}_steps=0") == f"{task}_steps is 0; it must be at least 1 or end"
     else:
         assert steps(0) == []
+
+
+def test_the_clock_is_read_before_each_evaluation():
+    """A device computes behind the loop: without waiting for it, its steps would count as time of the evaluation."""
+    fields = {"logging_steps": 100, "eval_steps": 60, "hellaswag_steps": 70, "sample_steps": 80}
+    config = parse_config(["--max_steps=101", *flags(**fields)])
+    assert [step for step in range(102) if due_at(step, config).log] == [0, 1, 60, 70, 80, 100, 101]
 
 
 def test_what_an_earlier_process_measured_after_a_step_is_not_due_again():

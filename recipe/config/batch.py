@@ -71,17 +71,21 @@ class Due:
 def due_at(step: int, config: Config) -> Due:
     """What is due after `step` optimizer steps: a field of 0 is never due, "end" after the last step, N after every Nth
     and the last. Step 0 has no checkpoint and no HellaSwag score, which would be at chance. The first step is logged
-    too, so that a user soon sees that the run trains."""
+    too, so that a user soon sees that the run trains, and so is each with an evaluation, for which the clock of
+    training stops."""
     run, last = config.run, step == config.optimizer.max_steps
 
     def every(steps: int | Literal["end"]) -> bool:
         return last if steps == "end" else steps > 0 and (last or step % steps == 0)
 
+    evaluations = {
+        "eval": every(run.eval_steps),
+        "hellaswag": step > 0 and every(run.hellaswag_steps),
+        "sample": every(run.sample_steps),
+    }
     return Due(
         last=last,
-        log=step == 1 or every(run.logging_steps),
-        eval=every(run.eval_steps),
+        log=step == 1 or every(run.logging_steps) or any(evaluations.values()),
         save=step > 0 and (every(run.save_steps) or every(run.milestone_steps) or step == config.optimizer.decay_start),
-        hellaswag=step > 0 and every(run.hellaswag_steps),
-        sample=every(run.sample_steps),
+        **evaluations,
     )

@@ -44,11 +44,6 @@ class ZeroStrategy(Strategy):
         return cls(local_device(accelerator.device, precision, runtime), runtime, accelerator)
 
     def _wrap(self, model: nn.Module, optimizer: Optimizer, batch: BatchPlan):
-        if self.spike_filter.limits:
-            raise UserError(
-                f"skip_{next(iter(self.spike_filter.limits))}_z is not supported under ZeRO, whose step computes the "
-                "norm and updates the weights in one call; remove it, or launch with ddp.yaml"
-            )
         config = self._accelerator.state.deepspeed_plugin.deepspeed_config
         config |= settings_of(batch, self._max_grad_norm, self.device.precision)
         if self.device.precision == "fp16":
