@@ -1,11 +1,14 @@
 """Whole runs of recipe/train.py: golden losses, resuming, world sizes, what a run prints and writes."""
 
+import errno
 import json
 import re
 import shutil
 import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +17,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from recipe.checkpoint.format import checkpoints
+from recipe.monitor.metrics import MetricsLog
+from recipe.monitor.summary import summarize
 from recipe.train import main
+from tests import processes as programs
 from tests.conftest import (
     ROOT,
     TINY,
@@ -129,6 +135,52 @@ def test_a_signal_stops_a_run_with_a_checkpoint_from_which_it_resumes_bit_for_bi
     resumed, _ = train(shards, run, dropout=0.1)
     assert_equal_tensors(run / "step_00000020", expected / "step_00000020")
     assert losses(resumed) == losses(lines)
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="lists a process's files on Linux only")
+def test_a_resumed_run_keeps_no_file_of_a_checkpoint_open(shards, whole_run, tmp_path, monkeypatch):
+    """A deleted one would keep its space on the disk, and on NFS its directory."""
+    run, kept = forget_after(10, shutil.copytree(whole_run[0], tmp_path / "run")), []
+
+    def look_and_summarize(*arguments):
+        kept.extend(line for line in Path("/proc/self/maps").read_text().splitlines() if str(run) in line)
+        return summarize(*arguments)
+
+    monkeypatch.setattr("recipe.train.summarize", look_and_summarize)
+    settings = TINY | {"dataset_name": shards, "output_dir": run, "dropout": 0.1}
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    assert main(flags(**settings)) == 0
+    assert kept == []
+
+
+def test_a_save_that_cannot_read_the_curve_fails_alone(shards, tmp_path, monkeypatch, capsys):
+    """A file server that does not answer for a moment must not end a run."""
+    read, failures = MetricsLog.text, [OSError(errno.EIO, "Input/output error")]
+
+    def text(log):
+        if failures:
+            raise failures.pop()
+        return read(log)
+
+    monkeypatch.setattr(MetricsLog, "text", text)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    assert main(flags(**TINY | {"dataset_name": shards, "output_dir": tmp_path})) == 0
+    assert "step 10: NOT SAVED: Input/output error" in capsys.readouterr().out
+    assert [path.name for path in checkpoints(tmp_path)] == ["step_00000020"]
+
+
+def test_ctrl_c_in_the_first_validation_promises_no_checkpoint(shards, tmp_path):
+    fields = TINY | {"dataset_name": shards, "output_dir": tmp_path, "eval_tokens": 10_000}
+    running = programs.Running("recipe/train.py", *flags(**fields | {"micro_batch_size": 1}))
+    running.until("; validation ")
+    while not (tmp_path / "metrics.jsonl").exists():
+        time.sleep(0.01)
+    time.sleep(0.3)  # of a validation that takes seconds
+    running.send_signal(signal.SIGINT)
+    assert running.wait(60) == 75
+    assert "stopping at the next step boundary; press Ctrl-C again" in running.output
+    assert "without --fresh, starts again: no step was taken" in running.output
+    assert not checkpoints(tmp_path)
 
 
 @pytest.fixture(scope="module")

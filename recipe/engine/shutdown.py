@@ -79,7 +79,7 @@ class StopSignal:
             self.requested, self.decay_due, self._should_decay = True, True, lambda: False
         if self.stepping and time.monotonic() > self._deadline:
             logger.warning("max_hours  %g hours have passed", self._hours)
-            self.requested, self._deadline = True, math.inf
+            self.requested, self.decay_due, self._deadline = True, False, math.inf
 
     def _interrupt(self, *_) -> None:
         """The handler, which Python calls in the main thread."""
@@ -97,9 +97,8 @@ class StopSignal:
                 os.kill(os.getpid(), signal.SIGTERM)
             if self._signal_time < math.inf and self._reached_boundary and not self.requested:
                 self.requested, self._signal_time = True, time.monotonic()  # also for a signal before the boundary
-                logger.warning(
-                    "stopping at the next step boundary, with a checkpoint; press Ctrl-C again to quit immediately"
-                )
+                saving = ", with a checkpoint" if self.stepping else ""
+                logger.warning("stopping at the next step boundary%s; press Ctrl-C again to quit immediately", saving)
 
     def _handle_signal(self, number: int) -> None:
         if number not in _SIGNALS:

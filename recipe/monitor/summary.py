@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from recipe.checkpoint.format import checkpoints
 from recipe.config import MIXTURE_PERIOD, ROOT, BatchPlan, Config, data_sets
 from recipe.engine import hardware
 from recipe.engine.launch import has_torch_tpu, has_tpu
@@ -180,7 +181,8 @@ def summarize(config: Config, metrics: Metrics, val_loss: float | None, saved: b
         )
         return ExitCode.NOT_SAVED
     if val_loss is None:
-        logger.info("stopped    before the end; the same command, without --fresh, continues from the last checkpoint")
+        way_out = "continues from the last checkpoint" if checkpoints(run_dir) else "starts again: no step was taken"
+        logger.info("stopped    before the end; the same command, without --fresh, %s", way_out)
         return ExitCode.RUN_AGAIN
     for line in outcome(config, metrics, val_loss):
         logger.info(line)

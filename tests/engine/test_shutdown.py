@@ -55,7 +55,7 @@ def test_a_terminal_that_closes_stops_the_run_except_under_nohup(start, setup, s
     running = start("time.sleep(0.5)", setup=setup)
     running.send_signal(signal.SIGHUP)
     assert running.wait(60) == 0
-    assert ("stopping at the next step boundary, with a checkpoint" in running.stdout) == stops
+    assert ("stopping at the next step boundary; press" in running.stdout) == stops
 
 
 def test_before_the_first_boundary_a_signal_ends_the_process_at_once(start):
@@ -102,6 +102,14 @@ def test_max_hours_that_have_passed_before_the_first_step_end_the_run_after_it(s
     running = start(f"stop.stop_after({hours}); time.sleep(0.1); {boundaries}; print(stop.requested)")
     assert running.wait(60) == 0, running.stdout
     assert ("max_hours  1e-09 hours have passed\nTrue\n" in running.stdout) == (hours < 1)
+
+
+def test_a_deadline_stops_a_run_also_where_its_decay_becomes_due_at_the_same_time(start):
+    """It once made the run decay, without a deadline."""
+    due = "stop.stepping = True; stop.stop_after(1e-9); stop.decay_when(lambda: True); time.sleep(0.1)"
+    running = start(f"{due}; stop.heartbeat(); print(stop.requested, stop.decay_due)")
+    assert running.wait(60) == 0, running.stdout
+    assert running.stdout.endswith("True False\n")
 
 
 @pytest.mark.parametrize("launched", [True, False])
