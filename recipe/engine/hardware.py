@@ -19,6 +19,8 @@ import torch
 
 from recipe.utils.errors import UserError
 
+CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of the container, by Linux's control groups, version 2
+
 
 class DataSheet(NamedTuple):
     """A GPU or a TPU device: its dense bf16 (or fp16, if it has no bf16) peak in FLOP/s with fp32 accumulation, its
@@ -271,6 +273,9 @@ def tune_cpu(local_world_size: int) -> None:
         cores = psutil.cpu_count(logical=False) or os.cpu_count() or 1
         if hasattr(os, "sched_getaffinity"):
             cores = min(cores, len(os.sched_getaffinity(0)))
+        with suppress(OSError, ValueError):  # a container's quota: "200000 100000" is two cores, and "max 100000" all
+            quota, period = CPU_QUOTA.read_text().split()
+            cores = min(cores, round(int(quota) / int(period)))
         torch.set_num_threads(max(1, cores // local_world_size))
     if platform.libc_ver()[0] == "glibc":
         m_trim_threshold, m_top_pad, m_mmap_max = -1, -2, -4  # malloc.h

@@ -167,6 +167,23 @@ def test_the_users_omp_num_threads_is_kept(monkeypatch, launched, launcher_envir
     assert set_counts == thread_counts
 
 
+@pytest.mark.parametrize(
+    ("quota", "threads"), [("200000 100000", 2), ("50000 100000", 1), ("max 100000", 8), (None, 8)]
+)
+def test_a_containers_quota_of_cores_limits_the_threads(monkeypatch, tmp_path, quota, threads):
+    """More of them take turns, and each waits for those that do not run."""
+    if quota:
+        (tmp_path / "cpu.max").write_text(f"{quota}\n")
+    set_counts = []
+    monkeypatch.setattr(hardware, "CPU_QUOTA", tmp_path / "cpu.max")
+    monkeypatch.setattr(hardware.psutil, "cpu_count", lambda logical: 8)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    monkeypatch.setattr(torch, "set_num_threads", set_counts.append)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    hardware.tune_cpu(local_world_size=1)
+    assert set_counts == [threads]
+
+
 def test_a_deterministic_run_is_compiled_by_torch_2_9_too(monkeypatch):
     """Whose compiler does not have the setting."""
     from torch._inductor import config
