@@ -30,7 +30,7 @@ quoted = '$(subst ','\'',$(1))'
 as_word = $(call quoted,$(value $(1)))
 
 # TorchTPU has its own environment, because it changes torch.compile wherever it is installed.
-VENV := $(if $(findstring tpu,$(ACCELERATE)),.venv-tpu,.venv)
+VENV := $(if $(findstring tpu,$(notdir $(ACCELERATE))),.venv-tpu,.venv)
 BIN := $(VENV)/bin
 # --quiet: after the process fails, the last line is its error message, not the launcher's traceback. With several
 # processes torchrun's traceback follows the message all the same.
@@ -78,12 +78,12 @@ help:
 train: $(TRAINING) ## train CONFIG, then sample; resumes from the last checkpoint
 	@printf '%s\n' $(call quoted,$(LAUNCH) $(TRAIN))
 	@stopped=; trap 'stopped=1' INT; (trap '' INT; $(LAUNCH) $(TRAIN)) || [ $$stopped ]
-	$(if $(findstring --dry_run,$(ARGS)),,@$(BIN)/python -m eval.sample "$$($(BIN)/python -m recipe.config --config $(call as_word,CONFIG) $(ARGS))" --prompt $(call as_word,PROMPT))
+	$(if $(filter -h --help --dry_run%,$(ARGS)),,@$(BIN)/python -m eval.sample "$$($(BIN)/python -m recipe.config --config $(call as_word,CONFIG) $(ARGS))" --prompt $(call as_word,PROMPT))
 
 best: $(TRAINING) ## the best model for TEXT in HOURS, or for DOLLARS at PRICE (with DEVICE=8xh100 only a plan)
 	@printf '%s\n' $(call quoted,$(LAUNCH) $(BEST))
 	@stopped=; trap 'stopped=1' INT; (trap '' INT; $(LAUNCH) $(BEST)) || [ $$stopped ]
-	$(if $(DEVICE)$(findstring --dry_run,$(ARGS)),,@$(BIN)/python -m eval.sample "$$($(BIN)/python $(BEST) --print_run)" --prompt $(call as_word,PROMPT))
+	$(if $(DEVICE)$(filter -h --help --dry_run%,$(ARGS)),,@$(BIN)/python -m eval.sample "$$($(BIN)/python $(BEST) --print_run)" --prompt $(call as_word,PROMPT))
 
 plan: $(TRAINING) ## batch, memory, disk, time of a run (on DEVICE=8xh100, at PRICE=28 dollars an hour)
 	@$(LAUNCH) $(if $(DEVICE),--num_processes 1 --num_machines 1) recipe/train.py --config $(call as_word,CONFIG) --dry_run $(if $(DEVICE),$(call as_word,DEVICE)) $(if $(PRICE),--price_per_hour $(PRICE)) $(ARGS)
@@ -98,52 +98,52 @@ overfit: $(TRAINING) ## overfit one batch with CONFIG: the loss falls from 10.8 
 		--sequence_length 64 --total_batch_tokens 256 --micro_batch_size 4 --max_steps 40 --warmup_steps 5 \
 		--logging_steps 5 --eval_steps end --eval_tokens 256 --save_steps end --hellaswag_steps 0 --sample_steps 0 $(ARGS)
 
-data: .venv/installed ## tokenize CONFIG's data before training
+data: $(VENV)/installed ## tokenize CONFIG's data before training
 	$(BIN)/python -m recipe.data.prepare --config $(call as_word,CONFIG) $(ARGS)
 
-checkpoints: .venv/installed ## list RUN's checkpoints and verify each
+checkpoints: $(VENV)/installed ## list RUN's checkpoints and verify each
 	$(BIN)/python -m recipe.checkpoint $(RUN) $(ARGS)
 
 ##@ Inspect and evaluate
 
-sample: .venv/installed ## continue PROMPT with MODEL (default: the newest run)
+sample: $(VENV)/installed ## continue PROMPT with MODEL (default: the newest run)
 	$(BIN)/python -m eval.sample $(MODEL) --prompt $(call as_word,PROMPT) $(ARGS)
 
-chat: .venv/installed ## continue what you type, line by line (Ctrl-D ends)
+chat: $(VENV)/installed ## continue what you type, line by line (Ctrl-D ends)
 	@$(BIN)/python -m eval.sample $(MODEL) --interactive $(ARGS)
 
-report: .venv/installed ## curves of RUN as a web page; does its loss look right?
+report: $(VENV)/installed ## curves of RUN as a web page; does its loss look right?
 	$(BIN)/python -m eval.report $(RUN) $(if $(filter-out file,$(origin OUT)),--out $(OUT)) $(ARGS)
 
-audit: .venv/installed ## replay the last steps of RUN or REPO and compare
+audit: $(VENV)/installed ## replay the last steps of RUN or REPO and compare
 	$(BIN)/python -m recipe.audit $(if $(REPO),--repo $(REPO),$(RUN)) $(ARGS)
 
-eval-val: .venv/installed ## validation loss, perplexity and bits per byte of MODEL
+eval-val: $(VENV)/installed ## validation loss, perplexity and bits per byte of MODEL
 	$(BIN)/python -m eval.perplexity $(MODEL) $(ARGS)
 
-eval-hellaswag: .venv/installed ## HellaSwag, both published ways (LIMIT=500: a quick look)
+eval-hellaswag: $(VENV)/installed ## HellaSwag, both published ways (LIMIT=500: a quick look)
 	$(BIN)/python -m eval.hellaswag $(MODEL) $(if $(LIMIT),--limit $(LIMIT)) $(ARGS)
 
 eval-lm: .venv/installed-eval ## lm-evaluation-harness (TASKS=lambada_openai,wikitext)
-	$(BIN)/python -m eval.harness $(MODEL) --tasks $(TASKS) $(if $(LIMIT),--limit $(LIMIT)) $(ARGS)
+	.venv/bin/python -m eval.harness $(MODEL) --tasks $(TASKS) $(if $(LIMIT),--limit $(LIMIT)) $(ARGS)
 
-compare: .venv/installed ## MODEL vs. WITH (default: GPT-2): loss, HellaSwag, a sample
+compare: $(VENV)/installed ## MODEL vs. WITH (default: GPT-2): loss, HellaSwag, a sample
 	$(BIN)/python -m eval.compare $(MODEL) --other $(WITH) $(if $(LIMIT),--limit $(LIMIT)) $(ARGS)
 
 ##@ Share
 
-export: .venv/installed ## the newest checkpoint of RUN, with its model card, into OUT
+export: $(VENV)/installed ## the newest checkpoint of RUN, with its model card, into OUT
 	$(BIN)/python -m recipe.hub.export $(RUN) --out $(OUT) $(ARGS)
 
-push: .venv/installed ## upload RUN's milestones and newest checkpoint to REPO
+push: $(VENV)/installed ## upload RUN's milestones and newest checkpoint to REPO
 	$(BIN)/python -m recipe.hub.export push $(RUN) --repo "$(REPO)" $(ARGS)
 
 ##@ Measure speed
 
-scoreboard: .venv/installed ## speed here by optimization, number of processes and model size
+scoreboard: $(VENV)/installed ## speed here by optimization, number of processes and model size
 	$(BIN)/python -m benchmarks scoreboard $(BENCH_ARGS)
 
-bench-peers: .venv/installed ## speed of CONFIG vs. transformers and others
+bench-peers: $(VENV)/installed ## speed of CONFIG vs. transformers and others
 	$(BIN)/python -m benchmarks peers $(BENCH_ARGS)
 
 # Installs nothing, since the GPU may have no network: runs .venv's Python if it exists, else PYTHON.
@@ -160,13 +160,13 @@ gpu-bundle: ## pack what gpu-proof needs without a network into BUNDLE
 ##@ Develop
 
 test: .venv/installed-dev ## test every promise, 7 minutes on two cores (ARGS="-k name": some)
-	$(BIN)/python -m pytest $(XDIST) $(ARGS)
+	.venv/bin/python -m pytest $(XDIST) $(ARGS)
 
 test-fast: .venv/installed-dev ## test the model, the data order, a run and its resume: a minute
-	$(BIN)/python -m pytest $(XDIST) $(FAST) $(ARGS)
+	.venv/bin/python -m pytest $(XDIST) $(FAST) $(ARGS)
 
 test-all: .venv/installed-dev ## run all tests, including slow ones (WORKERS=1: one by one)
-	$(BIN)/python -m pytest -m '' $(XDIST) $(ARGS)
+	.venv/bin/python -m pytest -m '' $(XDIST) $(ARGS)
 
 test-tpu: .venv-tpu/installed-dev ## test TorchTPU on XLA's CPU plugin, in .venv-tpu
 	.venv-tpu/bin/python -m pytest tests/tpu $(XDIST) $(ARGS)
@@ -175,19 +175,19 @@ test-xla: .venv-xla/installed ## test torch_xla on XLA's CPU client, in .venv-xl
 	PJRT_DEVICE=CPU .venv-xla/bin/python -m pytest tests/xla $(XDIST) $(ARGS)
 
 test-faults: .venv/installed-dev ## inject faults (kills, full disks, power cuts, NaN, ...) into tiny runs
-	$(BIN)/python -m pytest -m '' $(XDIST) tests/faults tests/hub/test_upload.py tests/test_secrets.py tests/test_bad_inputs.py $(ARGS)
+	.venv/bin/python -m pytest -m '' $(XDIST) tests/faults tests/hub/test_upload.py tests/test_secrets.py tests/test_bad_inputs.py $(ARGS)
 
 lint: .venv/installed-dev ## check style, format, import layers, links, spelling
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/lint-imports --no-logo --no-cache
-	$(BIN)/ty check --python .venv recipe eval benchmarks
-	git ls-files -z | xargs -0 $(BIN)/codespell
-	$(BIN)/python -m pytest -p no:cacheprovider tests/test_links.py
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/lint-imports --no-logo --no-cache
+	.venv/bin/ty check --python .venv recipe eval benchmarks
+	git ls-files -z | xargs -0 .venv/bin/codespell
+	.venv/bin/python -m pytest -p no:cacheprovider tests/test_links.py
 
 format: .venv/installed-dev ## fix style and format
-	$(BIN)/ruff check --fix .
-	$(BIN)/ruff format .
+	.venv/bin/ruff check --fix .
+	.venv/bin/ruff format .
 
 clean: ## delete environments and caches; data/ and runs/ stay
 	rm -rf .venv .venv-tpu .venv-xla .pytest_cache .ruff_cache .hypothesis *.egg-info

@@ -53,7 +53,7 @@ def main() -> None:
     model = GPT2LMHeadModel(GPT2Config(**SHAPE, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
     initialize(model)
     model, optimizer = accelerator.prepare(model, make_optimizer(model))
-    for step in range(args.steps):
+    for step in range(min(args.steps, MAX_STEPS)):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step)
         step_loss = torch.zeros((), device=accelerator.device)

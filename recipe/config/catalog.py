@@ -132,7 +132,10 @@ def is_on_hub(name: str) -> bool:
 def unknown_data(name: str, field: str = "dataset_name") -> UserError:
     """The error for a name that is neither a path of text or shards nor a known data set."""
     if Path(name).is_dir():
-        files = text_files(name)[1]
+        texts, files = text_files(name)
+        if texts:
+            problem = "holds text, but also .bin files without a manifest.json in a subdirectory"
+            return UserError(f"{field} {name}: {problem}; to read its text alone, give it as --train_text")
         problem = f"a directory without text or shards; it holds {plural(len(files), 'other file')} {endings(files)}"
         way_out = f"give {', '.join(TEXT_SUFFIXES)} (also {', '.join(PACKED)}) or .bin files; a quoted glob, as in "
         way_out += f"'{name.rstrip('/')}/*', reads files of any suffix as text"

@@ -49,7 +49,7 @@ def parse_config(argv: list[str] | None = None) -> Config:
     if len(lengths := [name for name in LENGTH_FIELDS if values.get(name)]) > 1:
         raise UserError(f"{' and '.join(lengths)} set the length of the run; give one of them")
     directory = re.search(r"(\w[\w.-]*)/recipe\.yaml$", path.as_posix())  # of a run, in which best.py has written it
-    default_name = directory[1] if directory else path.stem
+    default_name = directory[1] if directory else re.sub(r"[^\w.-]+", "-", path.stem).strip("-.") or "run"
     values["config"], values["run_name"] = str(path), values.get("run_name") or default_name
     values["output_dir"] = values.get("output_dir") or f"runs/{values['run_name']}"
 

@@ -146,7 +146,9 @@ def check_data(train: list[TokenDataset], validation: list[TokenDataset]) -> Non
         if not dataset.windows:
             tokens = sum(shard.tokens for shard in train_set.shards + dataset.shards)
             enough = tokens > 2 * (dataset.sequence_length + 1)
-            way_out = "raise val_fraction" if enough else f"give more text (these are {tokens:,} tokens in all)"
+            way_out = f"give more text (these are {tokens:,} tokens in all)"
+            if enough:
+                way_out = "hold out more (val_fraction, val_documents or val_data)"
             raise UserError(
                 f"{dataset.shards[0].path}: {dataset.shards[0].tokens} tokens, fewer than one sequence of "
                 f"sequence_length + 1 = {dataset.sequence_length + 1}; {way_out}, or lower sequence_length"

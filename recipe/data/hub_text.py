@@ -16,7 +16,7 @@ from recipe.config.fields import DATASETS
 from recipe.data.documents import Column, Piece
 from recipe.data.shards import Manifest
 from recipe.utils.download import within
-from recipe.utils.errors import Unreachable, UserError, first_line
+from recipe.utils.errors import Unreachable, UserError
 from recipe.utils.redaction import redact
 
 logger = logging.getLogger(__name__)
@@ -107,8 +107,8 @@ class HubText:
         status, reason = _status_and_reason(error)
         is_permanent = status in _PERMANENT_STATUSES or isinstance(error, HFValidationError)
         return (UserError if is_permanent else Unreachable)(
-            f"data set {self.name}: no such path on this disk, and the Hub reports {reason}; check the name and the "
-            "network, or give text on this disk"
+            f"data set {self.name}: no such path on this disk, and the Hub reports {reason}; check the name, "
+            "--dataset_config, --dataset_split and the network, or give text on this disk"
         )
 
     def _rows(self, stream: dict | None) -> Iterator[tuple[int, dict, dict | None]]:
@@ -147,5 +147,5 @@ def _status_and_reason(error: Exception) -> tuple[int | None, str]:
     while cause and status is None:
         status = getattr(getattr(cause, "response", None), "status_code", None)
         cause = cause.__cause__ or cause.__context__
-    text = redact(first_line(error))[:200]  # redact before truncating: a truncated secret is not recognized
+    text = " ".join(redact(str(error)).split())[:400]  # redact before truncating: a truncated secret is not recognized
     return status, f"{f'HTTP {status}, ' if status else ''}{type(error).__name__}: {text}"
