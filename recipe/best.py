@@ -60,8 +60,9 @@ COMPILED_FROM_S = 900  # of a run: in a shorter one it would cost too much to co
 TRIAL_SHARES, LONGEST_TRIAL_S = (0.02, 0.12), 300  # of the time, so far apart that they show how the text is learned
 WELL_BEFORE = 0.8  # of the time: a run that has read its text often enough by then ends there, else by the clock
 SHORTEST_S, LEAST_LEFT_S = 90, 5  # of the time given, and of what the search leaves of it
-# Fields that are chosen here.
+# Fields that are chosen here, and those that the fields of every recipe written here are for.
 CHOSEN = {"n_layer", "n_head", "n_embd", "n_positions", "sequence_length", "total_batch_tokens", "init_from"}
+FIXED = {"optim", "lr_scheduler_type", "config"}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -75,6 +76,8 @@ def main(argv: list[str] | None = None) -> int:
             return ExitCode.DONE
         strategy = open_strategy(config.run.precision, request.device, deterministic=config.run.deterministic)
         set_up_logging(main=strategy.runtime.processes.is_main)
+        if config.run.plan_device:
+            raise UserError(f"--dry_run {config.run.plan_device}: to plan for other devices, give them as --device")
         path = Path(config.run.output_dir) / "recipe.yaml"
         plan_only = config.run.dry_run or request.device
         if (lines := earlier_recipe(request, config, strategy, path)) is not None:
@@ -128,6 +131,10 @@ def parse_request(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     given = {flag[2:].partition("=")[0] for flag in flags if flag.startswith("--")}
     for name in given - FIELDS.keys():
         raise UserError(f"unknown '--{name}'{hint(name, FIELDS | vars(request))}")
+    for name in given & {"dataset_name", "train_text"}:
+        raise UserError(f"--{name}: name the text with --text")
+    for name in given & FIXED:
+        raise UserError(f"--{name}: best.py's recipes are for Muon and wsd; change a copy of one, or use train.py")
     request.given = given - {"dry_run", "fresh", "run_name"}
     request.run_name = re.sub(r"[^\w.-]+", "-", f"{Path(request.text).name.partition('.')[0]}-{amount}").strip("-.")
     request.title = f"From recipe/best.py for {amount} of {request.text}"
@@ -258,7 +265,8 @@ def try_sizes(forecaster: Forecaster, seconds: float, flags: list[str], torch_co
     """Measures the speed of the best run, which may make another size or batch the best, until that is measured or
     three are; then the loss of the best, in two trials. Returns the seconds that the second trial took in addition
     to its training. A collective call."""
-    measured = set()
+    measured, trials_s = set(), trial_seconds(seconds)
+    seconds -= sum(trials_s)  # which may make a smaller size the best
     for _ in range(PACED_RUNS):
         best = forecaster.best(seconds)
         best_run = best.size, forecaster.recipe(best.size, best.tokens)["total_batch_tokens"][0]
@@ -266,9 +274,14 @@ def try_sizes(forecaster: Forecaster, seconds: float, flags: list[str], torch_co
             measured.add(best_run)
             measure_speed(forecaster, best, flags, torch_compile and seconds > COMPILED_FROM_S)
     best, overhead = forecaster.best(seconds), 0.0
-    for share in TRIAL_SHARES:
-        overhead = measure_loss(forecaster, best, min(LONGEST_TRIAL_S, share * seconds), flags)
+    for trial_s in trials_s:
+        overhead = measure_loss(forecaster, best, trial_s, flags)
     return overhead
+
+
+def trial_seconds(seconds: float) -> list[float]:
+    """Of training in each trial, if a run has so many seconds with them."""
+    return [min(LONGEST_TRIAL_S, share * seconds) for share in TRIAL_SHARES]
 
 
 def measure_speed(forecaster: Forecaster, forecast: Forecast, flags: list[str], torch_compile: bool) -> None:
@@ -278,8 +291,9 @@ def measure_speed(forecaster: Forecaster, forecast: Forecast, flags: list[str], 
     batch, window = fields["total_batch_tokens"][0], PACED_STEPS // 4
     logger.info("speed      %s, %d steps of %s tokens", name_of(forecast.size), PACED_STEPS, f"{batch:,}")
     own_flags = [f"--max_steps={PACED_STEPS}", "--warmup_steps=1", f"--logging_steps={window}"]
-    own_flags += [f"--eval_tokens={batch}", f"--torch_compile={torch_compile}".lower()]
-    lines = train_and_delete(forecaster.strategy, fields, [*flags, *own_flags])
+    own_flags.append(f"--eval_tokens={batch}")
+    flags = [f"--torch_compile={torch_compile}".lower(), *flags, *own_flags]  # the user's torch_compile wins
+    lines = train_and_delete(forecaster.strategy, fields, flags)
     rate = statistics.median(line["tokens_per_second"] for line in lines if line["step"] > window)  # the first compiles
     forecaster.rates[forecaster.flops(forecast.size)] = rate
     logger.info("speed      %s: %s tokens/s", name_of(forecast.size), f"{rate:,.0f}")

@@ -155,6 +155,7 @@ def test_a_gpu_whose_smallest_step_takes_ten_milliseconds_gets_a_model_that_fill
 
     fake_runs(monkeypatch, speed)
     best.try_sizes(forecaster, seconds, [], torch_compile=True)
+    seconds -= sum(best.trial_seconds(seconds))
     forecast = forecaster.best(seconds)
     rate = speed(forecast.size, recipe(forecast.size, text, forecast.tokens, 1)["total_batch_tokens"][0])
     assert rate * forecaster.flops(forecast.size) > 0.9 * 4e14
@@ -191,7 +192,8 @@ def test_more_time_is_not_said_to_make_a_larger_model_than_the_largest(call_here
 
 
 def test_the_speed_is_measured_with_the_batch_of_the_recipe(monkeypatch):
-    """Half the batch has twice the steps, whose optimizer takes a fifth of the time on a CPU."""
+    """Half the batch has twice the steps, whose optimizer takes a fifth of the time on a CPU. And less time, after the
+    trials, may have a smaller size as its best."""
     monkeypatch.setattr(forecast, "expected_flops", lambda *_, **__: (1.8e11, 1.8e11, "guessed"))
     text = Text("my.txt", "tokenizer", 13.3e6, 3.0)
     forecaster = Forecaster(open_strategy("auto", "h200"), text, 4096)
@@ -203,9 +205,24 @@ def test_the_speed_is_measured_with_the_batch_of_the_recipe(monkeypatch):
     for seconds in range(600, 3600, 60):
         forecaster.rates.clear()
         best.try_sizes(forecaster, seconds, [], torch_compile=False)
+        seconds -= sum(best.trial_seconds(seconds))
         run = forecaster.best(seconds)
         batch = recipe(run.size, text, run.tokens, 1)["total_batch_tokens"][0]
         assert run.tokens == pytest.approx(seconds * speed(run.size, batch), rel=0.02), (seconds, run, batch)
+
+
+@pytest.mark.parametrize(("argv", "compiled"), [([], True), (["--torch_compile", "false"], False)])
+def test_the_speed_is_measured_compiled_unless_the_user_says_otherwise(argv, compiled, monkeypatch, call_here):
+    """Where the compiler is broken, the search would end in its error."""
+    compiled_runs = []
+
+    def train_and_delete(strategy, fields, flags):
+        compiled_runs.append(forecast.config_of(fields, *flags).run.torch_compile)
+        return [{"step": 10, "tokens": 1e6, "seconds": 1.0, "val_loss": 5.0, "tokens_per_second": 1e5}]
+
+    monkeypatch.setattr(best, "train_and_delete", train_and_delete)
+    ok(call_here("--text", SHAKESPEARE, "--hours", "2", "--dry_run", *argv))
+    assert set(compiled_runs[:-2]) == {compiled}, "before the two trials"
 
 
 def test_a_loss_below_zero_is_not_forecast(call_here, monkeypatch):
@@ -404,6 +421,11 @@ def test_print_run_prints_the_directory_of_the_run(call_here):
             ["--text", "my", "notes.txt"],
             "error: a word without a flag; write --NAME VALUE, with quotes around a glob or",
         ),
+        (["--optim", "adamw"], "--optim: best.py's recipes are for Muon and wsd; change a copy of one"),
+        (["--lr_scheduler_type", "cosine"], "--lr_scheduler_type: best.py's recipes are for Muon and wsd"),
+        (["--config", "gpt2-fast"], "--config: best.py's recipes are for Muon and wsd"),
+        (["--dataset_name", "few.txt"], "--dataset_name: name the text with --text"),
+        (["--dry_run", "8xh100"], "--dry_run 8xh100: to plan for other devices, give them as --device"),
         (["--device", "abacus"], "is not a known device; use one of "),
         (["--output_dir", "src"], "output_dir src is not the directory of a run: it holds main.c"),
         (["--text", "nowhere.txt"], "--text nowhere.txt: no such file, directory or data set"),
