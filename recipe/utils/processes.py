@@ -75,20 +75,29 @@ class Processes:
 
     @contextmanager
     def main_process_first(self) -> Generator[None, None, None]:
-        """Context: the main process enters first, then one process of each other node, then the rest. They wait in a
-        group of their own, since preparing text may take longer than the timeout of other collective calls."""
+        """Context: the main process enters first, then one process of each other node, then the rest; none after one
+        that has raised. Use it within `shared_error`. They wait in a group of their own, since preparing text may
+        take longer than the timeout of other collective calls."""
         turn = 0 if self.is_main else 1 if self.local_rank == 0 else 2
-        group = None
+        group, failed = None, torch.zeros(1, dtype=torch.int32)
         if self.hosts is not None:
             group = torch.distributed.new_group(backend="gloo", timeout=LONGEST_TURN)
 
         def wait(turns: int) -> None:
             for _ in range(turns if group else 0):
-                torch.distributed.barrier(group)
+                torch.distributed.all_reduce(failed, torch.distributed.ReduceOp.MAX, group=group)
 
-        wait(turn)
         try:
+            wait(turn)
+            if failed:
+                raise UserError  # whose message is that of `shared_error`
             yield
+        except KeyboardInterrupt:  # this process ends now, and with it the group
+            group = None
+            raise
+        except BaseException:
+            failed.fill_(1)
+            raise
         finally:
             wait(2 - turn)
             if group:

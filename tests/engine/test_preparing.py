@@ -1,0 +1,52 @@
+"""Several processes, of which one prepares the text for all."""
+
+import signal
+
+import pytest
+
+from tests import processes as programs
+from tests.conftest import TINY, flags
+
+PROGRAM = """
+import sys, time
+from unittest import mock
+from recipe import train
+from recipe.utils.errors import UserError
+
+def prepare(data):
+    print("preparing", flush=True)
+    {body}
+
+with mock.patch("recipe.data.open.prepare", prepare):
+    sys.exit(train.main())
+"""
+
+
+@pytest.fixture
+def start(tmp_path):
+    """start(body) -> train.py in three processes, whose prepare() is `body`."""
+
+    def start(body: str) -> programs.Running:
+        (tmp_path / "program.py").write_text(PROGRAM.format(body=body))
+        (tmp_path / "my.txt").write_text("To be, or not to be.\n")
+        fields = TINY | {"dataset_name": tmp_path / "my.txt", "output_dir": tmp_path / "run", "total_batch_tokens": 192}
+        return programs.Running(tmp_path / "program.py", *flags(**fields), cwd=tmp_path, processes=3)
+
+    return start
+
+
+def test_what_one_process_could_not_prepare_is_not_tried_by_the_others(start):
+    running = start("raise UserError('my.txt: not UTF-8 text')")
+    assert running.wait(60) == 2
+    assert running.stdout.count("preparing") == 1
+    assert running.stderr.count("error: my.txt: not UTF-8 text\n") == 1
+    assert "lost  " not in running.output
+
+
+def test_ctrl_c_while_one_process_prepares_text_is_no_lost_process(start):
+    running = start("time.sleep(60)")
+    running.until("preparing")
+    running.send_signal(signal.SIGINT)
+    assert running.wait(60) == 75
+    assert "stopped before the first step; there is nothing to save" in running.stderr
+    assert "lost  " not in running.output
