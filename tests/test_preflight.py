@@ -125,6 +125,16 @@ def test_a_process_with_wrong_sums_is_named():
 
 
 @pytest.mark.slow
+def test_a_number_of_processes_that_cannot_share_the_golden_run_still_tries_its_recipe(tmp_path):
+    """As four nodes of eight GPUs."""
+    argv = ["--n_layer", "2", "--n_embd", "64", "--n_head", "2", "--total_batch_tokens", "5120"]
+    lines = lines_of(ok(launch("ddp", 5, ROOT / "recipe/preflight.py", *argv, cwd=tmp_path)).stdout)
+    assert wrong_checks(lines) == set()
+    assert "not tried: its 48 sequences do not divide by 5 devices" in lines["golden run"]
+    assert "tokens/s" in lines["trial"]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("config", ["fsdp", "zero1"])
 def test_sharding_engines_pass(config):
     result = ok(launch(config, 2, "recipe/preflight.py"))
