@@ -30,6 +30,13 @@ def recipe(tmp_path):
     return write
 
 
+def test_a_recipe_with_spaces_in_its_name_names_its_run(tmp_path):
+    """As a browser's second copy."""
+    (tmp_path / "my recipe (1).yaml").write_text("dataset_name: x\n")
+    run = parse_config([f"--config={tmp_path}/my recipe (1).yaml"]).run
+    assert (run.run_name, run.output_dir) == ("my-recipe-1", "runs/my-recipe-1")
+
+
 def refused(*argv: str) -> str:
     """The error message for a command line."""
     with pytest.raises(UserError) as error:

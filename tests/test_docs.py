@@ -224,6 +224,24 @@ def test_make_passes_a_variable_with_shell_characters_as_one_word():
         assert word in words or f"--text={word}" in words, target
 
 
+@pytest.mark.parametrize("words", ["--help", "--dry_run 8xh100"])
+def test_where_make_trains_nothing_it_samples_from_nothing(words):
+    assert not any("eval.sample" in make("-n", target, f"ARGS={words}") for target in ("train", "best"))
+    assert "eval.sample" in make("-n", "train", "ARGS=--run_name help")
+
+
+@pytest.mark.parametrize(
+    ("config", "environment"), [("accelerate_configs/tpu.yaml", ".venv-tpu"), ("/home/tpuser/ddp.yaml", ".venv")]
+)
+def test_a_make_target_installs_the_environment_that_it_runs(config, environment, tmp_path):
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    for name in ("pyproject.toml", "constraints.txt"):
+        (tmp_path / name).touch()
+    for target in ("data", "sample", "report", "export", "eval-val", "train"):
+        script = make("-n", target, f"ACCELERATE={config}", cwd=tmp_path)
+        assert set(re.findall(r"\.venv[\w-]*(?=/)", script)) == {environment}, target
+
+
 @pytest.mark.parametrize("hardware", ["zero1", "tpu"])
 def test_every_make_target_is_valid_shell_in_a_fresh_clone(hardware, tmp_path):
     """Including the installations, which the other tests skip."""

@@ -38,6 +38,16 @@ def test_the_losses_are_those_of_the_recipe(recipe_run, tmp_path, config, proces
     assert AutoTokenizer.from_pretrained(tmp_path)("First Citizen").input_ids == [5962, 22307]
 
 
+def test_it_ends_where_its_learning_rate_is_zero(shards, tmp_path, monkeypatch, capsys):
+    """More steps once had negative rates."""
+    main = runpy.run_path(str(ROOT / "examples" / "minimal.py"))["main"]
+    monkeypatch.setitem(main.__globals__, "MAX_STEPS", 3)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    monkeypatch.setattr("sys.argv", ["minimal.py", f"--data={shards}", f"--out={tmp_path}", "--steps=5"])
+    main()
+    assert re.findall(r"^step (\d+) ", capsys.readouterr().out, re.MULTILINE) == ["1", "2", "3"]
+
+
 def test_more_processes_than_sequences_are_refused(shards, monkeypatch, capsys):
     main = runpy.run_path(str(ROOT / "examples" / "minimal.py"))["main"]
     accelerator = SimpleNamespace(process_index=0, num_processes=9)

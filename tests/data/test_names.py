@@ -143,6 +143,16 @@ def test_a_text_in_the_place_of_the_shards_of_another_is_refused(workdir, name, 
     opened("--config=mine.yaml", "--val_fraction=0.1")
 
 
+def test_text_beside_a_foreign_bin_file_in_a_subdirectory_is_read_where_it_is_named_as_text(workdir):
+    """Which once was 'a directory without text'."""
+    (workdir / "texts" / "model").mkdir(parents=True)
+    (workdir / "texts" / "a.txt").write_text(TEXT[:4000])
+    (workdir / "texts" / "model" / "pytorch_model.bin").write_bytes(bytes(100))
+    with pytest.raises(UserError, match=r"texts: holds text, but also .bin files .*; to read its text alone, give it as"):
+        opened("--dataset_name=texts")
+    assert tokens_in(opened("--train_text=texts", "--val_fraction=0.1")[2].dataset_name, "train")
+
+
 def test_nanogpts_files_are_read_and_a_glob_of_both_is_refused(workdir):
     """train.bin and val.bin, named as files or by their directory."""
     tokens = np.random.default_rng(0).integers(0, 50257, 3000).astype(np.uint16)

@@ -115,7 +115,12 @@ print(json.dumps([refused(fields) for fields in json.loads(sys.argv[1])]))
 def test_what_the_hub_does_not_have_is_an_error_without_a_retry(prepared, hub, at_the_hub, tmp_path):
     (hub.root / "a" / "script").mkdir()
     (hub.root / "a" / "script" / "script.py").write_text("import os\n")
+    for name in ("en", "de"):
+        shutil.copytree(hub.root / "a" / "text" / "sample", hub.root / "a" / "several" / name)
+    configs = "".join(f"- config_name: {name}\n  data_files: {name}/*\n" for name in ("en", "de"))
+    (hub.root / "a" / "several" / "README.md").write_text(f"---\nconfigs:\n{configs}---\n")
     cases = [
+        ({"train_text": "a/several"}, r"data set a/several: .*\['en', 'de'\].*; check the name, --dataset_config, "),
         ({"train_text": "a/none"}, r"data set a/none: .*the Hub reports .*RepositoryNotFound"),
         ({"dataset_config": "sample-1BT"}, r"data set a/text: .*sample-1BT.*(?s:.*)check the name"),
         ({"dataset_revision": "v9"}, r"data set a/text: .*the Hub reports .*RevisionNotFound"),
