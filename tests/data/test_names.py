@@ -148,7 +148,7 @@ def test_text_beside_a_foreign_bin_file_in_a_subdirectory_is_read_where_it_is_na
     (workdir / "texts" / "model").mkdir(parents=True)
     (workdir / "texts" / "a.txt").write_text(TEXT[:4000])
     (workdir / "texts" / "model" / "pytorch_model.bin").write_bytes(bytes(100))
-    with pytest.raises(UserError, match=r"texts: holds text, but also .bin files .*; to read its text alone, give it as"):
+    with pytest.raises(UserError, match=r"texts: holds text, but also .bin files .*; to read its text alone,"):
         opened("--dataset_name=texts")
     assert tokens_in(opened("--train_text=texts", "--val_fraction=0.1")[2].dataset_name, "train")
 
