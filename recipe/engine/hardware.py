@@ -167,21 +167,6 @@ def free_memory(device: torch.device) -> int | None:
     return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
-def peak_while(device: torch.device, work: Callable[[], None]) -> int | None:
-    """Peak bytes of tensors on a CUDA device while `work` runs, existing ones included; None if it ran out of
-    memory."""
-    reset_peak_memory(device)
-    try:
-        work()
-        torch.cuda.synchronize(device)
-    except RuntimeError as error:  # PyTorch's allocator has an error type of its own; cuBLAS, Triton and CUDA have none
-        message = str(error).lower()
-        if "out of memory" not in message and "alloc_failed" not in message:
-            raise
-        return None
-    return torch.cuda.max_memory_allocated(device)
-
-
 def seconds_of(function: Callable[[], torch.Tensor]) -> float:
     """Seconds that a call takes on the device: the median of three rounds of four calls, after a warm-up of two."""
     seconds = []

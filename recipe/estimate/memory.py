@@ -7,7 +7,6 @@ from recipe.optim.muon import share_of
 from recipe.utils.units import gb
 
 _ZERO_BUCKET, _ZERO3_LIVE = 50_000_000, 1_000_000_000  # elements; set in ds_configs/, and DeepSpeed's default
-ACCURACY = 0.25  # relative error of step_memory for any model
 HEADROOM = 0.92  # share of a device's memory that tensors may take: the rest is for what step_memory does not count
 TIGHT = 1.05  # the panel prints "does not fit" above this multiple of what tensors may take
 
