@@ -26,7 +26,7 @@ from recipe.config import Config
 from recipe.hub.access import check_access, is_lasting, limit_requests, open_repository, page, reason
 from recipe.hub.model_card import CARD, model_card
 from recipe.utils.checkpoints import read_metrics
-from recipe.utils.errors import ExitCode
+from recipe.utils.errors import ExitCode, UserError
 from recipe.utils.processes import Processes
 from recipe.utils.units import some
 
@@ -61,6 +61,7 @@ class Uploads:
         license: of the weights, for the model card (empty: the run's hub_license).
         card: whether to upload a model card with the weights; it replaces one that differs.
         state: whether to upload the optimizer state and metrics.jsonl too.
+        options: of the command that uploads the same later.
     """
 
     run: Path
@@ -71,6 +72,7 @@ class Uploads:
     license: str = ""
     card: bool = True
     state: bool = False
+    options: str = ""
 
     def __post_init__(self):
         self.accepted: dict[str, bool] = {}  # by branch: True if it is on the Hub, False if it was refused
@@ -130,7 +132,11 @@ class Uploads:
         if self._thread.is_alive() or time.monotonic() < self._not_before:
             return
         self._not_before = time.monotonic() + SCAN_INTERVAL_S
-        if branches := self._pending():
+        try:
+            branches = self._pending()
+        except (OSError, UserError):  # the directory cannot be read for a moment, which must not end a training run
+            return
+        if branches:
             self._thread = threading.Thread(target=self._upload, args=(branches,), name="upload", daemon=True)
             self._thread.start()
 
@@ -149,8 +155,9 @@ class Uploads:
             time.sleep(0.05)
         if not (names := self._missing()):
             return ExitCode.DONE
-        command = f"python -m recipe.hub.export push {shlex.quote(str(self.run))} --repo {self.repo}"
-        logger.warning("upload     not on the Hub: %s; to upload it, run %s", some(names), command)
+        command = f"python -m recipe.hub.export push {shlex.quote(str(self.run))} --repo {self.repo}{self.options}"
+        way_out = f"; to upload it, run {command}" if self._pending() else ""
+        logger.warning("upload     not on the Hub: %s%s", some(names), way_out)
         return ExitCode.USER_ERROR if False in self.accepted.values() else ExitCode.RUN_AGAIN
 
     def _pending(self) -> dict[str, Path]:

@@ -190,6 +190,15 @@ def test_a_hub_that_hangs_delays_no_step_and_the_end_only_to_the_limit(hub, run,
     assert time.monotonic() - start < 10
 
 
+def test_a_directory_that_cannot_be_read_for_a_moment_does_not_end_a_run(hub, run, monkeypatch):
+    uploads = uploads_of(run)
+    with monkeypatch.context() as patch:
+        patch.setattr(uploads, "branches", Mock(side_effect=PermissionError(13, "Permission denied")))
+        uploads.start()
+    assert uploads.wait() == 0
+    assert_on_the_hub(hub, run)
+
+
 # Which checkpoints are uploaded
 
 
@@ -301,9 +310,12 @@ def test_an_unreachable_hub_stops_a_push_but_not_a_training_run(hub, run, caplog
     uploads = upload.open_uploads(config, Processes())
     unreachable = "upload     http://127.0.0.1:9 cannot be used now (ConnectError: "
     assert unreachable in caplog.text
-    assert push(run) == 75
+    options = ("--best", "--private", "--state", "--license", "my own")
+    assert push(run, *options) == 75
     screen = capsys.readouterr().out
     assert unreachable in screen
+    command = f"python -m recipe.hub.export push {run} --repo {REPO} --best --private --state --license 'my own'"
+    assert f"; to upload it, run {command}\n" in screen, "without --private it would be public"
     assert "s3cret" not in screen + caplog.text
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", hub.url)
     assert uploads.wait() == 0
