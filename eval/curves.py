@@ -17,6 +17,8 @@ from recipe.utils.errors import UserError, reading
 REFERENCES = Path(__file__).resolve().parent / "references"
 # Settings within 5 % of each other count as equal: 19,073 and 19,560 steps differ by less than the noise.
 REL_TOL = 0.05
+# Settings that change the loss and that a reference may not name: then it has these, as all recipes by default.
+UNNAMED = {"matrix_learning_rate": 0.0, "adam_beta1": 0.9, "adam_beta2": 0.95, "max_grad_norm": 1.0}
 # Texts with a published loss, by Hub repository or a file's SHA-256. The repositories are those of
 # recipe/config/fields.py, and tokenized copies from KellerJordan/modded-nanogpt (data/cached_*.py) and llm.c.
 DATASETS = {
@@ -87,7 +89,7 @@ class Run:
     @property
     def hellaswag_rows(self) -> int:
         """How many rows each evaluation during training scores."""
-        return self.config.get("hellaswag_limit") or HELLASWAG_ROWS
+        return min(self.config.get("hellaswag_limit") or HELLASWAG_ROWS, HELLASWAG_ROWS)
 
 
 def read_run(path: str | Path) -> Run:
@@ -156,13 +158,14 @@ class Reference:
     noise: float
     settings: dict
     val_loss: np.ndarray
+    hellaswag_name: str = ""
     hellaswag_llmc_acc_norm: np.ndarray | None = None
 
     def differences(self, run: Run) -> list[str]:
         """The settings in which the run differs and which change its loss at equal steps, in words."""
         sentences = []
-        for key, expected in self.settings.items():
-            value = run.config.get(key)
+        for key, expected in (UNNAMED | self.settings).items():
+            value = run.config.get(key, UNNAMED.get(key))
             is_close = _is_number(value) and _is_number(expected) and math.isclose(value, expected, rel_tol=REL_TOL)
             if not (is_close or value == expected):
                 sentences.append(f"{key} {value} (reference: {expected})")
@@ -175,7 +178,8 @@ def load_references() -> list[Reference]:
     for path in sorted(REFERENCES.glob("*.json")):
         content = json.loads(path.read_text())
         curves = {key: np.array(value) for key, value in content.items() if isinstance(value, list)}
-        fields = {key: content[key] for key in ("name", "dataset", "source", "validation", "noise", "settings")}
+        names = ("name", "dataset", "source", "validation", "noise", "settings", "hellaswag_name")
+        fields = {key: content[key] for key in names if key in content}
         references.append(Reference(**fields, **curves))
     return references
 

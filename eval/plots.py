@@ -140,7 +140,7 @@ def draw_hellaswag(panels: np.ndarray, runs: list[Run], references: list[Referen
             axes.fill_between(x, accuracy - half_width, accuracy + half_width, color=color, alpha=0.1)
         for r in references:
             if style == "llmc" and r.hellaswag_llmc_acc_norm is not None:
-                axes.plot(*r.hellaswag_llmc_acc_norm.T, label=f"reference: {r.name}", **REFERENCE)
+                axes.plot(*r.hellaswag_llmc_acc_norm.T, label=f"reference: {r.hellaswag_name or r.name}", **REFERENCE)
         for size in sorted({run.size for run in runs if run.size} or {"124M"}):
             if accuracy := HELLASWAG[style].get(f"GPT-2 {size}, OpenAI", (None, None))[1]:
                 axes.axhline(accuracy, label=f"OpenAI's GPT-2 {size}", **OPENAI)

@@ -224,6 +224,15 @@ def test_no_alarm_at_any_time_of_a_run_like_its_reference(preset, tmp_path):
     assert "follows" in findings[0].text
 
 
+def test_before_its_first_checkpoint_a_run_is_not_accused_of_a_vocabulary_that_it_does_not_have(tmp_path):
+    """With a tokenizer of its own, as make best trains one, the first loss is lower."""
+    lines = lines_of(upto=61_440)
+    lines[0]["val_loss"] = math.log(4096)
+    findings = diagnosed(write_run(tmp_path / "run", lines))
+    assert "bad" not in [finding.kind for finding in findings], findings
+    assert findings[-1].text.startswith("Skipped steps"), "the first loss was not checked"
+
+
 @pytest.mark.parametrize(("shift", "text"), [(0.4, "Usual causes"), (-0.4, "Lower is suspicious too")])
 def test_a_departure_from_the_reference_is_reported_with_its_start_and_size(shift, text, tmp_path):
     lines = lines_of()
@@ -244,6 +253,7 @@ def test_a_departure_from_the_reference_is_reported_with_its_start_and_size(shif
             "cannot be compared with .* max_steps 60 .reference: 700.; warmup_steps 10 ",
         ),
         ({"optim": "adamw"}, "at equal steps: optim adamw .reference: muon."),
+        ({"matrix_learning_rate": 3e-4}, "matrix_learning_rate 0.0003 .reference: 0.0."),  # in no reference's settings
         ({"n_layer": 5}, r"No reference curve ships for tiny Shakespeare and this model \(5 layers of 128\)"),
         ({"init_from": "openai-community/gpt2"}, "starts from other weights"),
     ],
