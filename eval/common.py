@@ -147,6 +147,7 @@ def load(args: argparse.Namespace) -> Loaded:
     or weights are missing."""
     # Imported here: it takes two seconds, and training imports this module without calling this function.
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils.peft_utils import find_adapter_config_file
 
     # The libraries' loading reports and retry notices would bury our one clear line.
     transformers.logging.set_verbosity_error()
@@ -162,6 +163,8 @@ def load(args: argparse.Namespace) -> Loaded:
     try:
         if directory:
             check_files(directory)
+        if find_adapter_config_file(name):  # with PEFT, transformers would load its base model instead, or a pickle
+            raise UserError("an adapter, not a model: merge it into its model first, as in docs/elsewhere.md")
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)
         config.transformers_weights = None  # may name a pickle
         if getattr(config, "activation_function", "") == "gelu_new":
@@ -268,12 +271,13 @@ def write_results(path: Path, key: str, value: dict) -> None:
     previous = results.get(key, {})
     is_same_model = same_model(path, previous.get("model", value["model"]), value["model"])
     if previous and is_same_model and "scores" in value:
-        value = value | {"scores": (scores := merge_scores(previous.get("scores", []), value["scores"]))}
-        if any(entry in scores for entry in previous.get("scores", []) if entry["complete"]):
+        new_scores = value["scores"]
+        value = value | {"scores": (scores := merge_scores(previous.get("scores", []), new_scores))}
+        if any(entry["complete"] and entry not in new_scores for entry in scores):
             print(f"note: {path} keeps earlier scores of other tasks or on all rows")
     elif not is_same_model:
         print(f"note: replacing the results of {previous['model']} in {path}")
     replace_file(path, (json.dumps(results | {key: value}, indent=2) + "\n").encode())
     print(f"wrote {path}")
-    if (path.parent / "README.md").exists():
+    if (path.parent / "README.md").exists() and (path.parent / "config.json").exists():  # a model's card
         print(f"note: {path.parent}/README.md is not updated: for a new card, evaluate the run and export it again")

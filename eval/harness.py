@@ -11,6 +11,7 @@ from pathlib import Path
 
 from eval import common
 from eval.scores import score
+from recipe.utils.errors import first_line
 
 
 def evaluate(
@@ -31,7 +32,11 @@ def evaluate(
     model, tokenizer = loaded.model, loaded.tokenizer
     lm = HFLM(model, tokenizer=tokenizer, batch_size=batch_size, softmax_dtype="float32", trust_remote_code=False)
     # Bootstrap resamples are for metrics whose error has no closed form; the default of 100,000 takes minutes.
-    return lm_eval.simple_evaluate(lm, tasks=tasks, task_manager=manager, limit=limit, bootstrap_iters=1000)
+    try:
+        return lm_eval.simple_evaluate(lm, tasks=tasks, task_manager=manager, limit=limit, bootstrap_iters=1000)
+    except AssertionError as error:  # as for a text that is longer than the model's positions
+        reason = f"lm-eval refuses, for a model of {loaded.n_positions} positions: {first_line(error)}"
+        raise common.UserError(f"--tasks {','.join(tasks)}: {reason}") from error
 
 
 def scores_of(results: dict, method: str, limit: int | None) -> list[dict]:

@@ -218,7 +218,7 @@ class RunConfig:
     hellaswag_steps: int | Literal["end"] = setting(
         0, "steps between HellaSwag evaluations (0: never, end: at the end)", min=0
     )
-    hellaswag_limit: int = setting(0, "rows per HellaSwag evaluation (0: all 10,042)", min=0)
+    hellaswag_limit: int = setting(0, "rows per HellaSwag evaluation (0: all 10,042)", min=0, max=10_042)
     report_to: Literal["none", "tensorboard", "wandb", "trackio"] = setting("none", "experiment tracker of the metrics")
     num_train_epochs: float = setting(0.0, "passes over the prepared training data, instead of max_steps", min=0)
     train_hours: float = setting(

@@ -122,7 +122,10 @@ def test_a_partial_evaluation_replaces_neither_full_scores_nor_other_tasks(tmp_p
 
     path = tmp_path / "results.json"
     assert write("arc", 0.2, False) == {"arc": 0.2}
+    (tmp_path / "README.md").write_text("of the project, in whose directory the command runs")
     assert write("arc", 0.3, True) == {"arc": 0.3}
+    assert write("arc", 0.3, True) == {"arc": 0.3}
+    assert "note" not in capsys.readouterr().out
     assert write("arc", 0.4, False) == {"arc": 0.3}
     assert "keeps earlier scores" in capsys.readouterr().out
     assert write("piqa", 0.5, True) == {"arc": 0.3, "piqa": 0.5}
@@ -324,6 +327,10 @@ def test_a_hostile_model_neither_unpickles_nor_runs_code(model_dir, tmp_path, co
         assert f"error: {model}: no model.safetensors; pytorch_model.bin and the like are pickles" in error
         assert f"AutoModelForCausalLM.from_pretrained('{model}').save_pretrained('converted')" in error
         assert error.count("\n") == 1
+    (model / "adapter_config.json").write_text('{"base_model_name_or_path": "other/model", "peft_type": "LORA"}')
+    with pytest.raises(common.UserError, match="an adapter, not a model: merge it"):  # PEFT loads adapter_model.bin
+        load(model)
+    (model / "adapter_config.json").unlink()
     code = f"from pathlib import Path\nPath({str(created)!r}).touch()\nfrom transformers import GPT2Config as C\n"
     (model / "theirs.py").write_text(code + "from transformers import GPT2LMHeadModel as M, GPT2Tokenizer as T\n")
     mapped = {"AutoConfig": "theirs.C", "AutoModelForCausalLM": "theirs.M", "AutoTokenizer": ["theirs.T", "theirs.T"]}

@@ -70,6 +70,13 @@ def test_a_task_that_cannot_run_is_named(model_dir, command, monkeypatch, capsys
     with pytest.raises(SystemExit):  # without a network
         common.run_main(lambda: command(harness, model_dir, "--tasks", "lambada_openai"))
     assert re.fullmatch("error: .*lambada_openai.*\n", capsys.readouterr().err)
+
+    def too_long(*_, **__):
+        raise AssertionError("max_gen_toks: 256 >= max_length: 64")
+
+    monkeypatch.setattr("lm_eval.simple_evaluate", too_long)
+    with pytest.raises(common.UserError, match=r"--tasks hellaswag: lm-eval refuses, for a model of .* positions: max_"):
+        command(harness, model_dir, "--tasks", "hellaswag")
     with pytest.raises(common.UserError, match="--tasks names no task"):
         command(harness, "--tasks", " , ")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
