@@ -113,7 +113,7 @@ class Runs:
         """`name` is the size's; `arguments` are the command's; `deadline` is in time.monotonic's seconds."""
         self.name, self.results, self._path = name, results, path
         self.size = replace(SIZES[name], steps=arguments.steps or SIZES[name].steps)
-        self._data = {"dataset_name": arguments.dataset_name, "tokenizer": arguments.tokenizer}
+        self._data = results["data"]
         self._directory, self._deadline = Path(arguments.runs), deadline
 
     def curve(self, optimizer: str, fields: Fields, seed: int, share: float) -> Curve:
@@ -235,9 +235,12 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--out", default="bench", help="directory of the results, including those to continue from")
     arguments = parser.parse_args(argv)
     path, deadline = Path(arguments.out) / "optimizers.json", time.monotonic() + 60 * arguments.minutes
-    finished_runs = json.loads(path.read_text())["runs"] if path.exists() else {}
+    data = {"dataset_name": arguments.dataset_name, "tokenizer": arguments.tokenizer}
+    earlier = json.loads(path.read_text()) if path.exists() else {"data": data, "runs": {}}
+    if earlier.get("data") != data:
+        raise UserError(f"{path} has runs on other data, {earlier.get('data')}; give another --out and --runs")
     size_results: list[dict] = []
-    results = report.circumstances() | {"sizes": size_results, "runs": finished_runs}
+    results = report.circumstances() | {"data": data, "sizes": size_results, "runs": earlier["runs"]}
     for size in arguments.sizes:
         try:
             size_results.append(compare(Runs(size, arguments, results, path, deadline)))

@@ -294,3 +294,7 @@ def test_a_copy_follows_the_run_and_never_holds_half_a_checkpoint(session, whole
         assert [path.name for path in copy.glob("step_*")] == ["step_00000030"]
         (run / "step_00000030" / "manifest.json").write_text("again another's")
     assert (copy / "step_00000030" / "manifest.json").read_text() == "again another's"
+    (run / "step_00000030" / "manifest.json").write_text("again another's")
+    (run / "step_00000030" / "results.json").write_text("evaluated after it was copied")
+    session.copy_run(run, copy)
+    assert (copy / "step_00000030" / "results.json").read_text() == "evaluated after it was copied"

@@ -88,12 +88,15 @@ def copy_run(source: str | Path, target: str | Path) -> None:
         if not path.match(_CHECKPOINTS) and not path.name.startswith("."):
             _copy_files(path, target / path.name)
     for path in source.glob(_CHECKPOINTS):
+        results = path / "results.json"  # of evaluations, which the manifest does not list
         manifests = [parent / path.name / "manifest.json" for parent in (source, target)]  # the checksums of all files
         if not (all(file.exists() for file in manifests) and filecmp.cmp(*manifests, shallow=False)):
             for stale_dir in (incoming, target / path.name):
                 shutil.rmtree(stale_dir, ignore_errors=True)
             _copy_files(path, incoming)
             incoming.rename(target / path.name)
+        elif results.exists():
+            _copy_files(results, target / path.name / results.name)
     for path in target.glob(_CHECKPOINTS):
         if not (source / path.name).exists():
             shutil.rmtree(path)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks import optimizers
-from recipe.utils.errors import ExitCode
+from recipe.utils.errors import ExitCode, UserError
 from tests import processes as programs
 from tests.conftest import ROOT, SHAKESPEARE, TINY
 
@@ -79,6 +79,8 @@ def test_the_command_compares_and_a_second_run_trains_nothing(tmp_path, monkeypa
     monkeypatch.setattr(optimizers, "subprocess", None)  # nothing trains a second time
     assert optimizers.main(arguments) == 0
     assert capsys.readouterr().out.strip() == printed.strip()
+    with pytest.raises(UserError, match=r"has runs on other data, .*tiny_shakespeare.txt.*; give another --out"):
+        optimizers.main([*arguments, "--dataset_name", "other.txt"])
 
 
 def test_minutes_bounds_all_sizes_together(tmp_path, monkeypatch, capsys):
