@@ -1,6 +1,7 @@
 """Where a checkpoint comes from: configuration, device, processes, versions, code and data, in trainer_state.json."""
 
 import glob
+import logging
 import platform
 import subprocess
 from contextlib import suppress
@@ -17,6 +18,7 @@ from recipe.engine.strategy import Strategy
 from recipe.utils.errors import UserError
 from recipe.utils.redaction import redact, redacted
 
+logger = logging.getLogger(__name__)
 _MAX_FILES = 10  # of a local text whose names are recorded
 # Packages whose versions may affect a run's numbers.
 _PACKAGES = (
@@ -57,6 +59,8 @@ def about(config: Config, strategy: Strategy, step: int, earlier_parts: list[dic
     }
     parts = list(earlier_parts)
     if not parts or {k: v for k, v in parts[-1].items() if k not in ("from_step", "init_from")} != redacted(part):
+        if parts and part["commit"] != (earlier := parts[-1]["commit"]):
+            logger.warning("code       has changed since step %d was saved: %s -> %s", step, earlier, part["commit"])
         parts.append({"from_step": step} | redacted(part))
     if step == 0 and config.model.init_from:  # a path is private: records only that there was one
         parts[0]["init_from"] = "" if Path(config.model.init_from).exists() else config.model.init_from

@@ -165,7 +165,7 @@ def check_same_run(state: dict, config: dict, tokenizer: GPT2Tokenizer, run_dir:
 
     Raises UserError, naming the fields, if architecture, tokenizer, data or batch differ: that is another run.
     """
-    way_out = "choose another output_dir, or start over with --fresh"
+    way_out = "choose another run_name (or output_dir), or start over with --fresh"
     saved_config, saved_tokenizer = state["config"], state["tokenizer"]
     changes = {
         k: f"{k} {saved_config[k]!r} -> {v!r}" for k, v in config.items() if k in saved_config and saved_config[k] != v

@@ -14,6 +14,7 @@ import yaml
 from recipe.config.catalog import REPO_NAME, is_on_hub, is_text
 from recipe.config.fields import (
     DATA_SET_FIELDS,
+    DATASETS,
     DEFAULT_RECIPE,
     DEFAULTS,
     FIELDS,
@@ -209,7 +210,10 @@ def check(config: Config) -> None:
     values = config.flat()
     for name, (other, required_value) in REQUIRES.items():
         if values[other] != required_value and values[name] != DEFAULTS[name]:
-            raise UserError(f"{name} is for {other} {required_value}, but {other} is {values[other]}; remove {name}")
+            raise UserError(
+                f"{name} is for {other} {required_value}, but {other} is {values[other]}; remove {name}, or "
+                f"set {other} {required_value}"
+            )
     for entry in data_sets(data):
         _check_data(entry.data)
     _check_run(config.run)
@@ -217,7 +221,11 @@ def check(config: Config) -> None:
 
 def _check_data(data: DataConfig) -> None:
     if not data.dataset_name:
-        raise UserError("dataset_name is empty; give a directory of shards or a glob of .bin files")
+        names = ", ".join(DATASETS)
+        raise UserError(
+            "dataset_name is empty; give text or .bin files, a directory or a quoted glob, ORG/NAME on the Hub, or "
+            f"one of {names}"
+        )
     if data.dataset_source:
         check_repo_name(data.dataset_source, "dataset_source")
         if data.train_text:

@@ -99,7 +99,9 @@ def _length(config: Config) -> str:
 
 def _optimizer(config: Config) -> str:
     opt = config.optimizer
-    muon = f"Muon {opt.muon_learning_rate:g} and " if opt.optim == "muon" else ""
+    name = "AdamW" if opt.optim == "adamw" else opt.optim
+    if opt.optim == "muon":
+        name = f"Muon {opt.muon_learning_rate:g} and AdamW"
     matrices = f" (matrices {opt.matrix_learning_rate:g})" if opt.matrix_learning_rate else ""
     schedule = opt.lr_scheduler_type
     if opt.decay_start and config.undecided:
@@ -107,7 +109,7 @@ def _optimizer(config: Config) -> str:
     elif opt.decay_start:
         schedule += f", decaying from step {opt.decay_start:,}"
     warmup = f"after {plural(opt.warmup_steps, 'step')} of warm-up"
-    return f"optimizer  {muon}AdamW {opt.learning_rate:g}{matrices} {warmup}; {schedule}"
+    return f"optimizer  {name} {opt.learning_rate:g}{matrices} {warmup}; {schedule}"
 
 
 def _memory(config: Config, batch: BatchPlan, strategy: Strategy) -> Iterator[str]:
@@ -134,6 +136,11 @@ def _notes(config: Config, strategy: Strategy) -> Iterator[str]:
     if not config.run.plan_device and (free := shutil.disk_usage(directory).free) < size:
         problem = f"{si(free)}B free in {directory}, but a checkpoint takes {si(size)}B"
         yield f"{problem}: no step can be saved; free some space, or choose another output_dir"
+    elif not config.run.plan_device:
+        missing = checkpoint_count(config) - len(checkpoints(Path(config.run.output_dir)))
+        if free < missing * size:
+            problem = f"{si(free)}B free in {directory}, but checkpoints may take {si(missing * size)}B"
+            yield f"{problem}: free some space, lower save_total_limit, or choose another output_dir"
     tasks = max(int(os.environ.get(name, 1)) for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"))
     if tasks > 1 == strategy.runtime.processes.world_size:
         yield f"mpirun or srun has started {tasks} processes, each of which trains alone; use accelerate launch"

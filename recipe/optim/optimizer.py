@@ -108,7 +108,7 @@ def load_named_state(
     names = state_names(model, optimizer)
     for name, p in model.named_parameters():
         state = {key: tensors[f"{key}.{name}"].to(p.device, p.dtype, copy=True) for key in names[name]}
-        if names[name] == MOMENTS:
+        if names[name] != MUON:
             step = torch.tensor(float(steps), dtype=torch.float32, device=p.device if on_device else "cpu")
             state = {"step": step} | state
         optimizer.state[p] = state

@@ -149,6 +149,8 @@ def test_a_disk_that_is_too_small_for_a_checkpoint_is_noted(monkeypatch, tmp_pat
     assert last_line() == f"{note}or choose another output_dir"
     assert "note" not in panel("h100", *argv), "another machine may have another disk"
     free[tmp_path] = 1.6e9
+    assert re.match(r"note       1.6 GB free in .*, but checkpoints may take 10.5 GB: free some space, ", last_line())
+    free[tmp_path] = 20e9
     assert not last_line().startswith("note")
 
 

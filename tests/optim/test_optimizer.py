@@ -6,7 +6,7 @@ from transformers import GPT2Config
 
 from recipe.config import OptimizerConfig
 from recipe.model.gpt2 import GPT2LMHeadModel
-from recipe.optim.optimizer import make_optimizer, named_state, norm_and_divisor
+from recipe.optim.optimizer import load_named_state, make_optimizer, named_state, norm_and_divisor
 from recipe.optim.schedule import set_lr
 from tests.conftest import EQUAL, by_step, flags, launch, ok, train
 
@@ -88,3 +88,19 @@ def test_the_gradient_norm_of_an_embedding_is_exact():
     embedding.weight.grad = torch.randn(50257, 768, generator=torch.Generator().manual_seed(0))
     norm, _ = norm_and_divisor(embedding.parameters(), 1.0)
     assert norm.item() == pytest.approx(embedding.weight.grad.double().norm().item(), rel=1e-6)
+
+
+def test_the_state_of_any_optimizer_resumes_with_its_step(monkeypatch):
+    """As CONTRIBUTING.md shows: its names go into state_names."""
+    monkeypatch.setattr(
+        "recipe.optim.optimizer.state_names",
+        lambda model, _: dict.fromkeys(dict(model.named_parameters()), ("exp_avg", "exp_inf")),
+    )
+    models = [tiny_model(), tiny_model()]
+    optimizers = [torch.optim.Adamax(model.parameters(), lr=0.1) for model in models]
+    optimizers[0].step()
+    models[1].load_state_dict(models[0].state_dict())
+    load_named_state(models[1], optimizers[1], named_state(models[0], optimizers[0]), steps=1)
+    for optimizer in optimizers:
+        optimizer.step()
+    assert all(map(torch.equal, *(model.parameters() for model in models)))
