@@ -7,6 +7,7 @@ which happens however its parent ends. It exchanges small files beside the shard
 import json
 import os
 import shutil
+import signal
 import sys
 import threading
 import time
@@ -113,6 +114,7 @@ class Builder:
 
 def main() -> None:
     """Makes the shards of the job on stdin until the trainer ends. An error goes to the status file."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # sent to all processes of a job: the trainer may need one more shard
     job = json.loads(sys.stdin.readline())
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.nice(10)  # training comes first

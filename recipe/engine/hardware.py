@@ -124,8 +124,10 @@ def named_devices(text: str) -> tuple[int, str]:
 
 def set_up_allocator() -> None:
     """Lets the segments of CUDA's allocator grow, unless the user has configured it; call it before CUDA starts.
-    Segments of fixed size lose up to 11 % of the memory to fragmentation, more than HEADROOM leaves (docs/log.md)."""
-    if torch.version.cuda and not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+    Segments of fixed size lose up to 11 % of the memory to fragmentation, more than HEADROOM leaves (docs/log.md). Not
+    under WSL, where some of Nvidia's drivers before R615 cannot (pytorch #192330)."""
+    in_wsl = "microsoft" in platform.release().lower()
+    if torch.version.cuda and not in_wsl and not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 

@@ -103,6 +103,8 @@ def fail(error: Exception) -> int:
     print(redact(message), file=sys.stderr, flush=True)
     if is_distributed:  # a normal exit would destroy a process group that others are still using, and abort
         sys.stdout.flush()
+        if code == ExitCode.USER_ERROR and max_restarts():  # torchrun would start it again, to meet the same error
+            os.kill(os.getppid(), signal.SIGTERM)
         os._exit(code)
     return code
 

@@ -40,6 +40,8 @@ class Runtime:
         self.agreement = Agreement(self.stop, processes.hosts)
 
     def close(self) -> None:
-        """Leaves the process group. A collective call."""
+        """Waits for all processes, because the launcher kills the others 30 s after the first to end with a code such
+        as RUN_AGAIN, and leaves the process group. A collective call."""
+        self.processes.anywhere(False)
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()

@@ -81,6 +81,10 @@ class TpuStrategy(Strategy):
 class TpuFsdpStrategy(FsdpStrategy, TpuStrategy):
     """FSDP2 with one process per chip."""
 
+    def place(self, model: GPT2LMHeadModel, *, compile: str) -> None:
+        """As Strategy's. torch_tpu's compiler has one mode."""
+        super().place(model, compile="default" if compile else "")
+
 
 def _device(precision: str) -> Device:
     """This process's chip, with the facts of its data sheet."""

@@ -131,7 +131,7 @@ class Muon(torch.optim.AdamW):
 
         # 2. Assemble this process's share of the matrices: (share, rows, cols). If they are sharded,
         # each process contributes its elements; otherwise every process has all of them, and nothing is sent.
-        if bucket[0].is_sharded:
+        if bucket[0].is_sharded and self._world_size > 1:
             packed = self._pack(bucket, range(num_matrices), (share * self._world_size, rows, cols))
             updates = packed.new_empty(share, rows, cols)
             dist.reduce_scatter_tensor(updates, packed)

@@ -110,5 +110,4 @@ result["norm_after"], result["changed_after"] = step(), changes(before)
 result["skipped"] = spike_filter.check(0)
 sys.stdout.write("PROBE " + json.dumps(result) + "\n")
 sys.stdout.flush()
-processes.anywhere(False)  # waits for all processes
 strategy.runtime.close()

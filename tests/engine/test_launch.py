@@ -280,3 +280,15 @@ def test_kaggles_address_of_the_tpu_is_dropped_before_torch_xla_starts(monkeypat
         monkeypatch.setenv("TPU_PROCESS_ADDRESSES", value)
         factory.open_strategy()
     assert addresses == [None, "10.0.0.1:8476"]
+
+
+@pytest.mark.slow
+def test_torchrun_does_not_restart_a_mistake(tmp_path):
+    """It would meet the same error three times more, or train again from step 0 where the run's directory was moved."""
+    script = [ROOT / "recipe/train.py", "--dataset_name", "nowhere.txt", "--output_dir", tmp_path / "run"]
+    options = ["--num_processes", "2", "--max_restarts", "3", "--main_process_port", "0"]
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--quiet", *options]
+    command += ["--config_file", ROOT / "accelerate_configs/ddp.yaml", *script]
+    result = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=200)
+    assert result.returncode == 1
+    assert result.stderr.count("error: dataset_name nowhere.txt: no such file") == 1
