@@ -89,7 +89,7 @@ class Run:
     @property
     def hellaswag_rows(self) -> int:
         """How many rows each evaluation during training scores."""
-        return min(self.config.get("hellaswag_limit") or HELLASWAG_ROWS, HELLASWAG_ROWS)
+        return self.config.get("hellaswag_limit") or HELLASWAG_ROWS
 
 
 def read_run(path: str | Path) -> Run:

@@ -99,9 +99,7 @@ def _length(config: Config) -> str:
 
 def _optimizer(config: Config) -> str:
     opt = config.optimizer
-    name = "AdamW" if opt.optim == "adamw" else opt.optim
-    if opt.optim == "muon":
-        name = f"Muon {opt.muon_learning_rate:g} and AdamW"
+    names = {"adamw": "AdamW", "muon": f"Muon {opt.muon_learning_rate:g} and AdamW"}
     matrices = f" (matrices {opt.matrix_learning_rate:g})" if opt.matrix_learning_rate else ""
     schedule = opt.lr_scheduler_type
     if opt.decay_start and config.undecided:
@@ -109,7 +107,7 @@ def _optimizer(config: Config) -> str:
     elif opt.decay_start:
         schedule += f", decaying from step {opt.decay_start:,}"
     warmup = f"after {plural(opt.warmup_steps, 'step')} of warm-up"
-    return f"optimizer  {name} {opt.learning_rate:g}{matrices} {warmup}; {schedule}"
+    return f"optimizer  {names.get(opt.optim, opt.optim)} {opt.learning_rate:g}{matrices} {warmup}; {schedule}"
 
 
 def _memory(config: Config, batch: BatchPlan, strategy: Strategy) -> Iterator[str]:

@@ -191,3 +191,16 @@ def test_dropout_differs_between_seeds_steps_and_processes_and_is_repeatable():
     masks = [mask(*case) for case in cases]
     assert len(set(masks)) == len(cases)
     assert [mask(*case) for case in cases] == masks
+
+
+@pytest.mark.parametrize(
+    ("release", "setting"), [("6.8.0-generic", "expandable_segments:True"), ("5.15.1-microsoft-standard-WSL2", None)]
+)
+def test_the_allocators_segments_grow_except_under_wsl(monkeypatch, release, setting):
+    """Where some drivers end the run with an error at an allocation."""
+    monkeypatch.setattr(hardware.platform, "release", lambda: release)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    hardware.set_up_allocator()
+    assert os.environ.pop("PYTORCH_ALLOC_CONF", None) == setting

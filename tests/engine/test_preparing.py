@@ -1,6 +1,7 @@
-"""Several processes, of which one prepares the text for all."""
+"""Several processes: one prepares the text for all, and they end together."""
 
 import signal
+import time
 
 import pytest
 
@@ -50,3 +51,26 @@ def test_ctrl_c_while_one_process_prepares_text_is_no_lost_process(start):
     assert running.wait(60) == 75
     assert "stopped before the first step; there is nothing to save" in running.stderr
     assert "lost  " not in running.output
+
+
+CLOSE = """
+import os, time
+from recipe.engine.factory import open_strategy
+strategy = open_strategy("fp32")
+if strategy.runtime.processes.is_main:
+    time.sleep(2)
+    print("main ends", flush=True)
+strategy.runtime.close()
+print("closed", flush=True)
+"""
+
+
+def test_no_process_ends_before_the_main_one_does(tmp_path):
+    """The launcher would kill it 30 s later, for example while wandb still uploads."""
+    (tmp_path / "program.py").write_text(CLOSE)
+    running = programs.Running(tmp_path / "program.py", processes=2)
+    while "main ends" not in running.output:
+        assert "closed" not in running.output
+        time.sleep(0.02)
+    assert running.wait(60) == 0
+    assert running.output.count("closed") == 2
