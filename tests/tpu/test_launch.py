@@ -66,3 +66,12 @@ def test_two_chips_pass_the_first_checks_of_preflight_which_can_be_stopped():
     process.terminate()
     process.communicate(timeout=120)
     assert not list(ROOT.glob("runs/.preflight-*"))
+
+
+def test_fsdp_on_one_chip_takes_the_steps_of_one_process_in_any_compile_mode(shards, on_cpu, tmp_path):
+    """torch_tpu's compiler has one mode, and Muon has no other process to which it could send a matrix."""
+    fields = {"optim": "muon", "torch_compile": "true", "torch_compile_mode": "max-autotune"}
+    process = launch(LINE.format("tpu-fsdp"), *settings(shards, tmp_path / "run", **fields), chips=1)
+    out, err = process.communicate(timeout=600)
+    assert process.returncode == 0, out + err
+    assert_same(by_step(tmp_path / "run"), on_cpu("muon"))
