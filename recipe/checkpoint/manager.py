@@ -22,13 +22,13 @@ from recipe.checkpoint.format import (
     step_of,
 )
 from recipe.checkpoint.provenance import about
-from recipe.checkpoint.run_dir import DirectoryLost, RunDirectory
+from recipe.checkpoint.run_dir import RunDirectory
 from recipe.config import Config
 from recipe.data.tokenizer import GPT2Tokenizer, open_tokenizer
 from recipe.engine.strategy import Strategy
 from recipe.model.gpt2 import GPT2LMHeadModel
 from recipe.optim.optimizer import steps_taken
-from recipe.utils.errors import UserError, first_line, writing
+from recipe.utils.errors import DirectoryLost, UserError, first_line, writing
 from recipe.utils.redaction import redacted
 
 logger = logging.getLogger(__name__)

@@ -25,7 +25,7 @@ from recipe.checkpoint.format import (
 from recipe.config import SHAPE_FIELDS, UNDECIDED, OptimizerConfig, counts_in
 from recipe.data.tokenizer import GPT2Tokenizer
 from recipe.optim.schedule import lr_at
-from recipe.utils.errors import UserError, writing
+from recipe.utils.errors import DirectoryLost, UserError, writing
 from recipe.utils.files import fsync, replace_file
 from recipe.utils.units import some
 
@@ -38,10 +38,6 @@ LOCK_TIMEOUT_S = 5.0  # time for a killed process to disappear
 # metrics, a disk's lost+found, and what people add, such as notes, a recipe or a log.
 _ALLOWED_NAMES = {"tensorboard", "wandb", "lost+found"}
 _ALLOWED_SUFFIXES = {".log", ".out", ".err", ".md", ".txt", ".yaml", ".yml"}
-
-
-class DirectoryLost(UserError):
-    """The run's directory is no longer at its path."""
 
 
 class RunDirectory:

@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, is_torch_xla_available, parse_flag_from_env
 
 from recipe.engine.shutdown import StopSignal
-from recipe.utils.errors import ExitCode, UserError
+from recipe.utils.errors import DirectoryLost, ExitCode, Unreachable, UserError
 from recipe.utils.redaction import redact
 from recipe.utils.units import plural
 
@@ -101,10 +101,12 @@ def fail(error: Exception) -> int:
         signal.signal(signal.SIGTERM, lambda *_: os._exit(code))
         time.sleep(EXIT_GRACE_S)
     print(redact(message), file=sys.stderr, flush=True)
+    # torchrun would start it again, to meet the same error, unless a disk or the Hub has failed for a while.
+    is_temporary = StopSignal.stepping or isinstance(error, OSError | Unreachable)
+    if max_restarts() and (isinstance(error, DirectoryLost) or not is_temporary):
+        os.kill(os.getppid(), signal.SIGTERM)
     if is_distributed:  # a normal exit would destroy a process group that others are still using, and abort
         sys.stdout.flush()
-        if code == ExitCode.USER_ERROR and max_restarts():  # torchrun would start it again, to meet the same error
-            os.kill(os.getppid(), signal.SIGTERM)
         os._exit(code)
     return code
 

@@ -36,18 +36,18 @@ class StopSignal:
     process at once.
 
     Attributes:
-        received: whether this process has received a signal; of the class, because an error may be reported without an
-            instance.
-        requested: whether this process has been asked to stop.
-        decay_due: whether its own clock asked for that, so that wsd's decay can begin.
+        received: whether this process has received a signal; of the class, as the next one, because an error may be
+            reported without an instance.
         stepping: whether the first step has begun: `max_hours` never ends a run before it, because a run that is
             restarted again and again must make progress each time.
+        requested: whether this process has been asked to stop.
+        decay_due: whether its own clock asked for that, so that wsd's decay can begin.
     """
 
-    received = False
+    received = stepping = False
 
     def __init__(self):
-        self.requested = self.decay_due = self.stepping = False
+        StopSignal.stepping = self.requested = self.decay_due = False
         self._reached_boundary = self._ctrl_c_pressed = False
         self._signal_time = self._deadline = math.inf  # of the first signal; the end of max_hours
         self._should_decay: Callable[[], bool] = lambda: False
@@ -148,7 +148,7 @@ class Agreement:
         while self._receive():
             self._send(late=not batches.ready(_POLL_S), failed=batches.error() is not None)
         self._send(late=not batches.ready(0.0, ahead=1), failed=batches.error(ahead=1) is not None)
-        self._signal.stepping = True
+        StopSignal.stepping = True
 
     def to_decay(self, processes: Processes) -> bool:
         """After Interrupted: whether only a process's clock stopped the run, so that the decay begins. The request is

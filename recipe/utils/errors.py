@@ -16,6 +16,10 @@ class Unreachable(UserError):
     """The Hub does not answer, so a name cannot be looked up there."""
 
 
+class DirectoryLost(UserError):
+    """The run's directory was moved or replaced while the run was going on: a restart would begin at step 0."""
+
+
 class ArgumentParser(argparse.ArgumentParser):
     """argparse's parser, but an error is a UserError: one line, without the usage."""
 

@@ -17,7 +17,7 @@ import torch
 from recipe.engine import factory
 from recipe.engine.launch import EXIT_GRACE_S, check_launch, fail
 from recipe.engine.shutdown import StopSignal
-from recipe.utils.errors import UserError
+from recipe.utils.errors import DirectoryLost, Unreachable, UserError
 from tests.conftest import ROOT, environment, launch, ok, run_train
 
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/"
@@ -292,3 +292,23 @@ def test_torchrun_does_not_restart_a_mistake(tmp_path):
     result = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=200)
     assert result.returncode == 1
     assert result.stderr.count("error: dataset_name nowhere.txt: no such file") == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "stepping", "is_restarted"),
+    [
+        (UserError("dataset_name nowhere.txt"), False, False),
+        (UserError("shard.bin cannot be read (Stale file handle)"), True, True),
+        (OSError("Input/output error"), False, True),
+        (Unreachable("the Hub does not answer"), False, True),
+        (DirectoryLost("runs/gpt2 has been moved"), True, False),
+    ],
+)
+def test_torchrun_restarts_what_may_pass(monkeypatch, error, stepping, is_restarted):
+    """A disk or the Hub may work again, and the run then continues from its checkpoint."""
+    signals = []
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    monkeypatch.setattr(StopSignal, "stepping", stepping)
+    monkeypatch.setattr(os, "kill", lambda process, number: signals.append((process, number)))
+    assert fail(error) == 2
+    assert signals == ([] if is_restarted else [(os.getppid(), signal.SIGTERM)])

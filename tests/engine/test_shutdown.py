@@ -98,7 +98,7 @@ def test_a_second_ctrl_c_ends_the_process_at_once_wherever_it_is(start, second):
 
 @pytest.mark.parametrize("hours", [1e-9, 1e30])
 def test_max_hours_that_have_passed_before_the_first_step_end_the_run_after_it(start, hours):
-    boundaries = "stop.heartbeat(); assert not stop.requested; stop.stepping = True; stop.heartbeat()"
+    boundaries = "stop.heartbeat(); assert not stop.requested; StopSignal.stepping = True; stop.heartbeat()"
     running = start(f"stop.stop_after({hours}); time.sleep(0.1); {boundaries}; print(stop.requested)")
     assert running.wait(60) == 0, running.stdout
     assert ("max_hours  1e-09 hours have passed\nTrue\n" in running.stdout) == (hours < 1)
@@ -106,7 +106,7 @@ def test_max_hours_that_have_passed_before_the_first_step_end_the_run_after_it(s
 
 def test_a_deadline_stops_a_run_also_where_its_decay_becomes_due_at_the_same_time(start):
     """It once made the run decay, without a deadline."""
-    due = "stop.stepping = True; stop.stop_after(1e-9); stop.decay_when(lambda: True); time.sleep(0.1)"
+    due = "StopSignal.stepping = True; stop.stop_after(1e-9); stop.decay_when(lambda: True); time.sleep(0.1)"
     running = start(f"{due}; stop.heartbeat(); print(stop.requested, stop.decay_due)")
     assert running.wait(60) == 0, running.stdout
     assert running.stdout.endswith("True False\n")
