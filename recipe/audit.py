@@ -45,7 +45,7 @@ from recipe.utils.processes import Processes
 
 # Circumstances that decide where numbers are cast to 16 bits, and all that must be the same for equality to the bit.
 CASTS = {"device", "method", "compiled", "fused_loss", "packages", "precision"}
-CODE = {"recipe", "commit"}
+CODE = {"code"}
 CIRCUMSTANCES = {"engine", "processes", "micro_batch_size", "deterministic", "loss_chunk_size"} | CASTS | CODE
 CIRCUMSTANCES |= {"gradient_checkpointing", "torch_compile_mode"}
 WAY_OUT = "replay with the run's own launch (--launch), options (--flags) and commit"

@@ -1,6 +1,5 @@
 """The components of the training loop: built, restored from a checkpoint, and closed."""
 
-import hashlib
 import logging
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
@@ -13,8 +12,9 @@ import torch
 
 from recipe.checkpoint.format import Checkpoint, load_checkpoint, newest_state, state_of
 from recipe.checkpoint.manager import CheckpointManager
+from recipe.checkpoint.provenance import code_sha256
 from recipe.checkpoint.run_dir import RunDirectory, check_same_run, continue_from, run_directory, set_aside
-from recipe.config import ROOT, UNDECIDED, BatchPlan, Config, data_sets
+from recipe.config import UNDECIDED, BatchPlan, Config, data_sets
 from recipe.config.catalog import is_text
 from recipe.config.parse import check
 from recipe.data.dataset import check_same_data
@@ -289,9 +289,8 @@ def check_same_launch(config: Config, strategy: Strategy) -> None:
     collective call."""
     settings = {k: v for k, v in redacted(config.flat()).items() if k not in _PATH_FIELDS}
     settings["dataset_name's weights"] = [entry.count for entry in data_sets(config.data)]
-    code = b"".join(path.read_bytes() for path in sorted((ROOT / "recipe").rglob("*.py")))
     settings |= {"precision": strategy.device.precision, "torch": torch.__version__}
-    settings["code of recipe/"] = hashlib.sha256(code).hexdigest()[:8]
+    settings["code of recipe/"] = code_sha256()[:8]
     rank0 = strategy.runtime.processes.broadcast_object(settings)
     differences = [f"{k} {v!r} here, {rank0.get(k)!r} on rank 0" for k, v in settings.items() if v != rank0.get(k)]
     with strategy.runtime.processes.shared_error("the configuration differs"):

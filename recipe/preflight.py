@@ -38,7 +38,7 @@ import torch.nn.functional as F
 from recipe.checkpoint.format import checkpoint_path
 from recipe.checkpoint.provenance import versions
 from recipe.components import with_vocabulary
-from recipe.config import AUTO, ROOT, Config, batch_arithmetic, parse_config
+from recipe.config import ROOT, Config, batch_arithmetic, parse_config
 from recipe.engine import hardware
 from recipe.engine.factory import open_strategy
 from recipe.engine.launch import EXIT_GRACE_S, fail, max_restarts
@@ -272,13 +272,9 @@ def resumes(directory: Path, strategy: Strategy, fields: dict) -> Finding:
 
 def trial(config: Config, argv: list[str], directory: Path, strategy: Strategy) -> Finding:
     """Some steps of the recipe itself, on its own data if they are here, saved at the end."""
-    data, micro, data_path = config.data, config.optimizer.micro_batch_size, Path(config.data.dataset_name)
+    data, data_path = config.data, Path(config.data.dataset_name)
     device, processes = strategy.device, strategy.runtime.processes
-    sequences = 8 if device.type == "cpu" else 32  # of a device in a step, which keep it busy
-    micro = sequences if micro == AUTO else micro
-    tokens = processes.world_size * device.count * micro * max(1, sequences // micro) * data.sequence_length
     fields: dict = {"max_steps": 8, "warmup_steps": 2, "logging_steps": 1, "eval_steps": "end", "save_steps": "end"}
-    fields |= {"total_batch_tokens": min(tokens, config.optimizer.total_batch_tokens), "eval_tokens": tokens}
     fields |= dict.fromkeys(("hellaswag_steps", "sample_steps", "milestone_steps"), 0)
     fields |= {"report_to": "none", "push_to_hub": False}
     fields |= {"train_hours": 0, "num_train_epochs": 0, "dry_run": False}  # whatever the flags say
@@ -290,7 +286,12 @@ def trial(config: Config, argv: list[str], directory: Path, strategy: Strategy) 
         note = f"; on the text that ships, since {data_path} is not prepared yet"
     config = with_vocabulary(config_of(fields, argv), processes)
     config, _ = fused_loss(config, strategy)
-    config, _ = micro_batch(config, strategy)
+    config, _ = micro_batch(config, strategy)  # of the run, which may take all of the memory
+    micro = batch_arithmetic(config, processes.world_size, device.count).micro
+    sequences = 8 if device.type == "cpu" else 32  # of a device in a step, which keep it busy
+    tokens = processes.world_size * device.count * micro * max(1, sequences // micro) * data.sequence_length
+    tokens = min(tokens, config.optimizer.total_batch_tokens)
+    config = config.replace(total_batch_tokens=tokens, eval_tokens=tokens)
     train(config, strategy)
     if not processes.is_main:
         return "", ""

@@ -1,6 +1,7 @@
 """Where a checkpoint comes from: configuration, device, processes, versions, code and data, in trainer_state.json."""
 
 import glob
+import hashlib
 import logging
 import platform
 import subprocess
@@ -54,13 +55,15 @@ def about(config: Config, strategy: Strategy, step: int, earlier_parts: list[dic
         "packages": versions(),
         "recipe": recipe.__version__,
         "commit": _commit(),
+        "code": code_sha256(),
         "data": _data(config.data),
         "config": {name: value for name, value in config.flat().items() if name not in _IGNORED},
     }
     parts = list(earlier_parts)
     if not parts or {k: v for k, v in parts[-1].items() if k not in ("from_step", "init_from")} != redacted(part):
-        if parts and part["commit"] != (earlier := parts[-1]["commit"]):
-            logger.warning("code       has changed since step %d was saved: %s -> %s", step, earlier, part["commit"])
+        if parts and part["code"] != parts[-1]["code"]:
+            commits = f"commit {parts[-1]['commit']}, then {part['commit']}"
+            logger.warning("code       of recipe/ has changed since step %d was saved (%s)", step, commits)
         parts.append({"from_step": step} | redacted(part))
     if step == 0 and config.model.init_from:  # a path is private: records only that there was one
         parts[0]["init_from"] = "" if Path(config.model.init_from).exists() else config.model.init_from
@@ -80,6 +83,11 @@ def versions() -> dict[str, str]:
         with suppress(PackageNotFoundError):
             installed_versions[name] = version(name)
     return installed_versions
+
+
+def code_sha256() -> str:
+    """Of all Python files of recipe/."""
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sorted((ROOT / "recipe").rglob("*.py")))).hexdigest()
 
 
 def _commit() -> str | None:

@@ -81,7 +81,7 @@ def fail(error: Exception) -> int:
     not print wait for the launcher. If it does not end such a process, only that one has the error, and prints it.
     """
     if isinstance(error, torch.OutOfMemoryError):
-        way_out = "lower --micro_batch_size, or see what helps in docs/memory.md"
+        way_out = "lower --micro_batch_size (the line `batch` has it), or see what helps in docs/memory.md"
         error = UserError(f"{str(error).partition('. GPU')[0]}; {way_out}")
     message, code = f"error: {error}", ExitCode.USER_ERROR
     is_distributed = int(os.environ.get("WORLD_SIZE", 1)) > 1

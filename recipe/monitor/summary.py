@@ -135,7 +135,8 @@ def _notes(config: Config, strategy: Strategy) -> Iterator[str]:
         problem = f"{si(free)}B free in {directory}, but a checkpoint takes {si(size)}B"
         yield f"{problem}: no step can be saved; free some space, or choose another output_dir"
     elif not config.run.plan_device:
-        missing = checkpoint_count(config) - len(checkpoints(Path(config.run.output_dir)))
+        saved = [] if config.run.fresh else checkpoints(Path(config.run.output_dir))  # --fresh moves them on this disk
+        missing = checkpoint_count(config) - len(saved)
         if free < missing * size:
             problem = f"{si(free)}B free in {directory}, but checkpoints may take {si(missing * size)}B"
             yield f"{problem}: free some space, lower save_total_limit, or choose another output_dir"

@@ -107,7 +107,9 @@ def load_named_state(
     on_device = any(optimizer.param_groups[0].get(option) for option in ("fused", "capturable"))
     names = state_names(model, optimizer)
     for name, p in model.named_parameters():
-        state = {key: tensors[f"{key}.{name}"].to(p.device, p.dtype, copy=True) for key in names[name]}
+        saved = {key: tensors[f"{key}.{name}"] for key in names[name]}
+        # FSDP's shards are copies already.
+        state = {k: v.to(p.device, p.dtype, copy=not hasattr(v, "to_local")) for k, v in saved.items()}
         if names[name] != MUON:
             step = torch.tensor(float(steps), dtype=torch.float32, device=p.device if on_device else "cpu")
             state = {"step": step} | state

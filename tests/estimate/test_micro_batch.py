@@ -127,6 +127,6 @@ def test_a_device_that_is_full_all_the_same_is_an_error_of_one_line(monkeypatch,
     text = "CUDA out of memory. Tried to allocate 12.27 GiB. GPU 0 has a total capacity of 79.11 GiB of which"
     assert fail(torch.OutOfMemoryError(text)) == 2
     assert capsys.readouterr().err == (
-        "error: CUDA out of memory. Tried to allocate 12.27 GiB; lower --micro_batch_size, or see what helps in "
-        "docs/memory.md\n"
+        "error: CUDA out of memory. Tried to allocate 12.27 GiB; lower --micro_batch_size (the line `batch` has it), "
+        "or see what helps in docs/memory.md\n"
     )

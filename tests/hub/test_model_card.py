@@ -40,6 +40,7 @@ PART = {
     "packages": {"torch": "2.13.0"},
     "recipe": "0.1.0",
     "commit": "0" * 40 + "+",
+    "code": "0" * 64,
     "data": HUB_DATA,
     "config": CONFIG,
 }
