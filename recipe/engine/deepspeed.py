@@ -89,6 +89,7 @@ class ZeroStrategy(Strategy):
         grad_norm = torch.as_tensor(norm, dtype=torch.float32, device=self.device.torch_device)
         return grad_norm, self._should_skip(grad_norm, loss)
 
+    @torch.no_grad()
     def gather(self, model: nn.Module, optimizer: Optimizer) -> tuple[dict, dict]:
         """As Strategy's. A collective call."""
         weights, state = {}, {}
@@ -100,8 +101,7 @@ class ZeroStrategy(Strategy):
             for key, copies in copies_by_key.items():
                 full = self._zero.get(p, key)  # one at a time is on the device
                 if self.runtime.processes.is_main:
-                    copies[f"{key}.{name}" if key else name] = self._copies.add(full)
-        self._copies.complete()
+                    copies[f"{key}.{name}" if key else name] = full.to("cpu", copy=True)
         return weights, state
 
     def scatter(self, model: nn.Module, optimizer: Optimizer, tensors: dict[str, Tensor], steps: int) -> None:

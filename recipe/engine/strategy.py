@@ -24,11 +24,10 @@ from torch.optim import Optimizer
 from recipe.config import BatchPlan, OptimizerConfig
 from recipe.engine import hardware
 from recipe.engine.device import Device, local_device
-from recipe.engine.host_copies import HostCopies
 from recipe.engine.launch import check_accelerator, wants_cpu
 from recipe.engine.runtime import Runtime
 from recipe.model.gpt2 import GPT2LMHeadModel
-from recipe.optim.optimizer import load_named_state, named_state, norm_and_divisor, state_names, unsharded
+from recipe.optim.optimizer import load_named_state, named_state, norm_and_divisor, unsharded
 from recipe.optim.spike_filter import SpikeFilter
 from recipe.utils.errors import UserError
 from recipe.utils.processes import Processes
@@ -88,9 +87,6 @@ class Strategy:
         """Returns the wrapped (model, optimizer) to train with. A collective call. Raises UserError if unsupported."""
         self._max_grad_norm = config.max_grad_norm
         self.spike_filter = SpikeFilter(self.device.torch_device, config)
-        names = state_names(model, optimizer)
-        numel = sum(p.numel() * (1 + len(names[name])) for name, p in model.named_parameters())
-        self._copies = HostCopies(self.device.torch_device, numel)
         return self._wrap(model, optimizer, batch)
 
     def _wrap(self, model: nn.Module, optimizer: Optimizer, batch: BatchPlan):
@@ -171,14 +167,13 @@ class Strategy:
     @torch.no_grad()
     def gather(self, model: nn.Module, optimizer: Optimizer) -> tuple[dict, dict]:
         """Copies of the weights and the optimizer state by name, on the CPU of the main process; ({}, {}) on the
-        others. The next call overwrites them. A collective call."""
+        others. A collective call."""
         weights, state = {}, {}
         for tensors, copies in ((dict(model.named_parameters()), weights), (named_state(model, optimizer), state)):
             for name, tensor in tensors.items():
                 full = unsharded(tensor)  # one at a time is on the device
                 if self.runtime.processes.is_main:  # copied on a CPU too: the next steps change the original
-                    copies[name] = self._copies.add(full)
-        self._copies.complete()
+                    copies[name] = full.to("cpu", copy=True)
         return weights, state
 
     def scatter(self, model: nn.Module, optimizer: Optimizer, tensors: dict[str, Tensor], steps: int) -> None:

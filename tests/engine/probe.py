@@ -40,11 +40,6 @@ batch = BatchPlan(sequences=4 * world_size, world_size=world_size, micro=2, accu
 wrapped, optimizer = strategy.prepare(model, optimizer, batch, OptimizerConfig())
 
 
-def gather() -> tuple[dict, ...]:
-    """Copies of the weights and the optimizer state, which the next gathering would overwrite."""
-    return tuple({k: v.clone() for k, v in tensors.items()} for tensors in strategy.gather(model, optimizer))
-
-
 def step(factor: float = 1.0, spike_filter=strategy.spike_filter) -> float:
     """The gradient norm of a step whose loss is multiplied by `factor`."""
     for micro_step in range(batch.accumulation):
@@ -57,7 +52,7 @@ def step(factor: float = 1.0, spike_filter=strategy.spike_filter) -> float:
 
 
 def snapshot() -> dict:
-    weights, state = gather()
+    weights, state = strategy.gather(model, optimizer)
     return weights | state | {"steps": torch.tensor(steps_taken(optimizer))}
 
 
@@ -74,14 +69,14 @@ def timeout_of(group: torch.distributed.ProcessGroup) -> float:
     return group._get_backend(group._device_types[0]).options._timeout.total_seconds()
 
 
-weights, _ = gather()
+weights, _ = strategy.gather(model, optimizer)
 saved_state = {
     f"{m}.{k}": torch.rand(v.shape, generator=torch.Generator().manual_seed(2))
     for m in MOMENTS
     for k, v in initial_weights.items()
 }
 strategy.scatter(model, optimizer, saved_state, 7)
-_, state = gather()
+_, state = strategy.gather(model, optimizer)
 state_kept = all(torch.equal(state[k], saved_state[k]) for k in state)  # before a step overwrites both
 spike_filter = strategy.spike_filter
 norms = [step() for _ in range(3)]
