@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from recipe.config import ROOT, BatchPlan
 from recipe.engine import hardware
 from recipe.engine.device import local_device
-from recipe.engine.launch import wants_cpu
+from recipe.engine.launch import wants
 from recipe.engine.runtime import Runtime
 from recipe.engine.strategy import TIMEOUT, Strategy, processes_of, start_accelerator
 from recipe.optim.optimizer import MOMENTS, MUON, state_names
@@ -180,7 +180,7 @@ def _prepare_environment() -> bool:
     launch that would not train what the recipe describes."""
     if "LOCAL_RANK" not in os.environ:
         raise UserError("start DeepSpeed with accelerate launch --config_file accelerate_configs/zero1.yaml")
-    cpu = wants_cpu()
+    cpu = wants("CPU")
     if cpu == torch.cuda.is_available():
         raise UserError(
             f"{'a' if cpu else 'no'} GPU was found; for ZeRO on the CPU put ACCELERATE_USE_CPU=true "

@@ -6,7 +6,7 @@ from accelerate.utils import is_torch_xla_available
 
 from recipe.engine import hardware
 from recipe.engine.device import planned_device
-from recipe.engine.launch import check_launch, has_torch_tpu, wants_deepspeed, wants_fsdp, wants_tpu
+from recipe.engine.launch import check_launch, has_torch_tpu, wants, wants_tpu
 from recipe.engine.runtime import Runtime
 from recipe.engine.strategy import Strategy
 from recipe.utils.errors import UserError
@@ -26,11 +26,11 @@ def open_strategy(precision: str = "auto", planned: str = "", *, deterministic: 
     # Kaggle's images set this to "local", which libtpu takes for the name of a host, for which it waits.
     if os.environ.get("TPU_PROCESS_ADDRESSES") == "local":
         del os.environ["TPU_PROCESS_ADDRESSES"]
-    if wants_deepspeed():
+    if wants("DEEPSPEED"):
         from recipe.engine.deepspeed import ZeroStrategy as strategy_class
     elif wants_tpu() and has_torch_tpu():
         from recipe.engine.tpu import TpuStrategy as strategy_class
-    elif wants_fsdp():
+    elif wants("FSDP"):
         from recipe.engine.fsdp import FsdpStrategy as strategy_class
     elif is_torch_xla_available():
         from recipe.engine.xla import XlaStrategy as strategy_class
@@ -47,12 +47,12 @@ def _planned_strategy(precision: str, devices: str) -> Strategy:
     cannot train so."""
     count, name = hardware.named_devices(devices)
     rank, sharding = int(os.environ.get("RANK", 0)), ""
-    if wants_fsdp():
+    if wants("FSDP"):
         from recipe.engine.fsdp import take_settings
 
         sharding = "fsdp"
         take_settings(planned_device(name, precision, Runtime(Processes())).precision)
-    elif wants_deepspeed():
+    elif wants("DEEPSPEED"):
         from recipe.engine.deepspeed import zero_stage
 
         sharding = f"zero{zero_stage()}"

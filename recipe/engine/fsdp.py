@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from recipe.config import BatchPlan
 from recipe.engine import hardware
-from recipe.engine.launch import wants_cpu
+from recipe.engine.launch import wants
 from recipe.engine.strategy import Strategy
 from recipe.model.gpt2 import GPT2LMHeadModel
 from recipe.utils.errors import UserError
@@ -43,7 +43,7 @@ class FsdpStrategy(Strategy):
     @classmethod
     def open(cls, precision: str) -> Strategy:
         """As Strategy's."""
-        precision = hardware.resolve_precision(precision, cpu=wants_cpu())
+        precision = hardware.resolve_precision(precision, cpu=wants("CPU"))
         take_settings(precision)
         return super().open(precision)
 

@@ -27,20 +27,23 @@ _LOST_PEER = re.compile(
     re.MULTILINE,
 )
 
+# Options of `accelerate launch`, and what decides in their place.
+_DECIDED_ELSEWHERE = {
+    "mixed_precision": "--precision",
+    "dynamo_backend": "--torch_compile",
+    "use_parallelism_config": "the distributed_type",
+    "gradient_accumulation_steps": "total_batch_tokens, with micro_batch_size,",
+    # DeepSpeed's, of which Accelerate drops those that its file could hold
+    "gradient_clipping": "max_grad_norm",
+    "deepspeed_zero_stage": "the deepspeed_config_file",
+    "deepspeed_offload_optimizer_device": "the deepspeed_config_file",
+    "deepspeed_offload_param_device": "the deepspeed_config_file",
+}
 
-def wants_cpu() -> bool:
-    """Whether to use the CPU even where there is a GPU."""
-    return parse_flag_from_env("ACCELERATE_USE_CPU")
 
-
-def wants_deepspeed() -> bool:
-    """Whether the launch asks Accelerate for DeepSpeed."""
-    return parse_flag_from_env("ACCELERATE_USE_DEEPSPEED")
-
-
-def wants_fsdp() -> bool:
-    """Whether the launch asks for FSDP."""
-    return parse_flag_from_env("ACCELERATE_USE_FSDP")
+def wants(what: str) -> bool:
+    """Whether the launch asks Accelerate for CPU (even where there is a GPU), DEEPSPEED or FSDP."""
+    return parse_flag_from_env(f"ACCELERATE_USE_{what}")
 
 
 def wants_tpu() -> bool:
@@ -126,14 +129,14 @@ def check_launch() -> None:
         )
     has_gpu = torch.version.cuda is not None and Path("/dev/nvidia0").exists()
     gpu_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1", "tpu")
-    if has_gpu and not gpu_hidden and not torch.cuda.is_available() and not wants_cpu():
+    if has_gpu and not gpu_hidden and not torch.cuda.is_available() and not wants("CPU"):
         raise UserError(
             f"this node's Nvidia GPU cannot be used by PyTorch {torch.__version__}, built for CUDA "
             f"{torch.version.cuda}; most likely the driver is too old: update it, or install a build for an older CUDA "
             "(docs/troubleshooting.md). ACCELERATE_USE_CPU=true trains on the CPU"
         )
     processes, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
-    if processes > 1 and not wants_cpu() and 0 < gpus < processes:
+    if processes > 1 and not wants("CPU") and 0 < gpus < processes:
         nodes = int(os.environ.get("GROUP_WORLD_SIZE", 1))  # by torchrun
         where = f" on each of {nodes} nodes" if nodes > 1 else ""
         raise UserError(f"{processes} processes for {plural(gpus, 'GPU')}{where}: pass --num_processes {gpus * nodes}")
@@ -150,25 +153,10 @@ def check_accelerator(accelerator: Accelerator, supported: tuple[DistributedType
         raise UserError(
             f"distributed_type {accelerator.distributed_type.value} is not supported; use a file of accelerate_configs/"
         )
-    if (backend := os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()) != "no":
-        raise UserError(
-            f"the Accelerate file compiles with {backend} (dynamo_config); remove that, and pass --torch_compile true"
-        )
-    if (mixed_precision := os.environ.get("ACCELERATE_MIXED_PRECISION", "no")) not in ("no", precision):
-        raise UserError(
-            f"the Accelerate file sets mixed_precision {mixed_precision}, the recipe {precision}; "
-            "remove it from the file, or pass --precision"
-        )
-    # DeepSpeed's options of `accelerate launch`, of which Accelerate drops those that its file could hold.
-    for option in (
-        "gradient_accumulation_steps",
-        "deepspeed_offload_optimizer_device",
-        "deepspeed_offload_param_device",
-        "deepspeed_zero_stage",
-        "gradient_clipping",
-    ):
-        if (value := os.environ.get(f"ACCELERATE_{option.upper()}", "none")) not in ("none", "1"):
+    for option, decides in _DECIDED_ELSEWHERE.items():
+        value = os.environ.get(f"ACCELERATE_{option.upper()}", "none")
+        if value.lower() not in ("none", "no", "false", "1", precision):
             raise UserError(
-                f"the launch sets {option} {value}, which would not be used; remove it: total_batch_tokens and "
-                "micro_batch_size decide the accumulation, max_grad_norm the clipping, and ds_configs/ what is sharded"
+                f"the launch sets {option} {value}, which would not be used; remove it, from its Accelerate file too: "
+                f"{decides} decides that"
             )

@@ -1,9 +1,9 @@
 """Strategy: one device or DDP through Accelerate. deepspeed.py, fsdp.py, tpu.py and xla.py override what differs.
 
 Accelerate decides which device and how many processes; the recipe decides everything else. A launch under which
-Accelerate would silently train something else (processes that are not connected, a model without its wrapper) raises
-UserError. A recipe gives the same losses with every strategy (docs/status.md), except with dropout, whose masks depend
-on the process.
+Accelerate would silently train something else (processes that are not connected, another precision) raises UserError.
+A recipe gives the same losses with every strategy (docs/status.md), except with dropout, whose masks depend on the
+process.
 """
 
 from __future__ import annotations
@@ -24,12 +24,11 @@ from torch.optim import Optimizer
 from recipe.config import BatchPlan, OptimizerConfig
 from recipe.engine import hardware
 from recipe.engine.device import Device, local_device
-from recipe.engine.launch import check_accelerator, wants_cpu
+from recipe.engine.launch import check_accelerator, wants
 from recipe.engine.runtime import Runtime
 from recipe.model.gpt2 import GPT2LMHeadModel
 from recipe.optim.optimizer import load_named_state, named_state, norm_and_divisor, unsharded
 from recipe.optim.spike_filter import SpikeFilter
-from recipe.utils.errors import UserError
 from recipe.utils.processes import Processes
 
 TIMEOUT = timedelta(minutes=40)  # of a collective; if a process dies, the others end at once, without waiting for this
@@ -58,7 +57,7 @@ class Strategy:
     @classmethod
     def open(cls, precision: str) -> Strategy:
         """The strategy of this launch. A collective call. Raises UserError for a launch that it cannot train."""
-        precision = hardware.resolve_precision(precision, cpu=wants_cpu())
+        precision = hardware.resolve_precision(precision, cpu=wants("CPU"))
         mixed_precision = precision if precision in ("bf16", "fp16") else "no"
         handlers = [DistributedDataParallelKwargs(gradient_as_bucket_view=True)]  # saves one copy of the gradients
         handlers.append(InitProcessGroupKwargs(timeout=TIMEOUT))
@@ -91,9 +90,8 @@ class Strategy:
 
     def _wrap(self, model: nn.Module, optimizer: Optimizer, batch: BatchPlan):
         wrapped = self._accelerator.prepare(model)
-        world_size = self.runtime.processes.world_size
-        if world_size > 1 and not isinstance(wrapped, torch.nn.parallel.DistributedDataParallel):
-            raise UserError(f"{world_size} processes without DDP; launch with accelerate_configs/ddp.yaml")
+        is_ddp = isinstance(wrapped, torch.nn.parallel.DistributedDataParallel)
+        assert is_ddp or self.runtime.processes.world_size == 1
         return wrapped, optimizer
 
     def release(self) -> None:

@@ -22,7 +22,7 @@ from recipe.config import BatchPlan
 from recipe.engine import hardware
 from recipe.engine.device import Device
 from recipe.engine.fsdp import FsdpStrategy, take_settings
-from recipe.engine.launch import wants_fsdp
+from recipe.engine.launch import wants
 from recipe.engine.runtime import Runtime
 from recipe.engine.strategy import TIMEOUT, Strategy, processes_of, start_accelerator
 from recipe.model.gpt2 import GPT2LMHeadModel
@@ -50,7 +50,7 @@ class TpuStrategy(Strategy):
             if world_size > 1:
                 raise UserError(f"{world_size} processes were launched without torch_tpu's settings; {_LAUNCH}")
             start_processes(multi_host)
-        if wants_fsdp():
+        if wants("FSDP"):
             take_settings(precision)
             cls = TpuFsdpStrategy
         if world_size > 1 and not torch.distributed.is_initialized():

@@ -154,23 +154,17 @@ def test_a_note_names_a_tpu_that_the_launch_leaves_idle():
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
-        ({"ACCELERATE_MIXED_PRECISION": "bf16"}, "the Accelerate file sets mixed_precision bf16, the recipe fp32"),
-        ({"ACCELERATE_DYNAMO_BACKEND": "inductor"}, "compiles with inductor (dynamo_config); remove that, and pass"),
         ({"ACCELERATE_USE_DEEPSPEED": "true"}, "start DeepSpeed with accelerate launch"),
-        (
-            {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"},
-            "the launch sets gradient_accumulation_steps 4, which would not be used; remove it: total_batch_tokens",
-        ),
-        (
-            {"ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "cpu"},
-            "the launch sets deepspeed_offload_optimizer_device cpu, which would not be used; remove it",
-        ),
+        ({"ACCELERATE_MIXED_PRECISION": "bf16"}, "sets mixed_precision bf16, which would not be used; remove it, from"),
+        ({"ACCELERATE_DYNAMO_BACKEND": "inductor"}, "sets dynamo_backend inductor, which .*: --torch_compile decides"),
+        ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}, "gradient_accumulation_steps 4, .*: total_batch_tokens"),
+        ({"ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "cpu"}, "deepspeed_offload_optimizer_device cpu, .*file"),
     ],
 )
 def test_an_environment_that_would_change_the_run_is_refused(variables, message):
     result = run_train("--precision", "fp32", "--dry_run", env=variables)
     assert result.returncode == 2
-    assert message in result.stderr
+    assert re.search(message, result.stderr)
 
 
 def test_an_environment_that_changes_nothing_is_accepted():
