@@ -13,7 +13,6 @@ import time
 import venv
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -296,19 +295,6 @@ def test_two_processes_print_one_error(box, name):
     make_argv, *message_parts = MISTAKES[name]
     error = refused(make_argv(box))
     assert all(part in error for part in message_parts)
-
-
-@pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs DeepSpeed, which is installed on Linux only")
-def test_an_accelerate_file_with_fields_beside_the_deepspeed_file_is_refused(box):
-    """Accelerate's launcher lists those fields in a variable."""
-    env = {
-        "ACCELERATE_USE_DEEPSPEED": "true",
-        "ACCELERATE_DEEPSPEED_CONFIG_FILE": "ds_configs/zero1.json",
-        "ACCELERATE_DEEPSPEED_ZERO3_INIT": "false",
-        "ACCELERATE_CONFIG_DS_FIELDS": "deepspeed_config_file,zero3_init_flag,mixed_precision,zero_stage",
-    }
-    assert "sets mixed_precision, zero_stage beside deepspeed_config_file" in refused(box.train(), env)
-    assert not box.run.exists()
 
 
 def test_a_checkpoint_that_is_a_link_is_skipped_and_its_target_is_kept(command, box):

@@ -206,34 +206,17 @@ def zero_stage() -> int:
         )
     if not (file := Path(name)).is_file():  # launched from another directory
         os.environ[_CONFIG_FILE] = str(file := ROOT / file)
-    fields = os.environ.get("ACCELERATE_CONFIG_DS_FIELDS", "").split(",")
-    if extra := [name for name in fields if name and not name.startswith(("deepspeed_", "zero3_init"))]:
-        raise UserError(
-            f"the Accelerate file sets {', '.join(extra)} beside deepspeed_config_file; remove it: {file} decides "
-            "the sharding, and the recipe precision, accumulation and clipping"
-        )
-    return stage_in(file)
-
-
-def stage_in(file: Path) -> int:
-    """The ZeRO stage in DeepSpeed's `file`. Raises UserError if it cannot be read, or sets more than sharding."""
     with reading(file, "the Accelerate file names it as deepspeed_config_file; ds_configs/ has examples"):
-        config = dict(json.loads(file.read_bytes()))
-    zero = config.get("zero_optimization")
-    if not isinstance(zero, dict):
-        raise UserError(f"{file}: zero_optimization is {zero!r}; write an object, as the files of ds_configs/ do")
-    if (stage := zero.get("stage")) not in (1, 2, 3):
+        config = json.loads(file.read_bytes())
+        zero = config.pop("zero_optimization")
+        stage = zero["stage"]
+    extra = [key for key, value in config.items() if value != "auto" and key != "steps_per_print"]
+    # With them Accelerate would replace the optimizer, Muon too, by Adam.
+    extra += [f"zero_optimization.{key}" for key in ("offload_optimizer", "offload_param") if zero.get(key)]
+    if extra:
+        raise UserError(f"{file}: remove {', '.join(extra)}; it may only set how to shard, without offloading")
+    if stage not in (1, 2, 3):
         raise UserError(f"{file}: zero_optimization.stage is {stage!r}; write a number: 1, 2 or 3")
-    for key in ("offload_optimizer", "offload_param"):  # Accelerate would replace the optimizer, Muon too, by Adam
-        offload = zero.get(key)
-        if (offload.get("device") if isinstance(offload, dict) else offload) not in (None, "none"):
-            raise UserError(
-                f"{file}: zero_optimization.{key} is not supported; remove it, and to save memory launch with "
-                "accelerate_configs/zero3.yaml or fsdp.yaml"
-            )
-    for key in config.keys() - {"zero_optimization", "steps_per_print"}:
-        if config[key] != "auto":
-            raise UserError(f"{file}: remove {key}; only zero_optimization and steps_per_print are read from this file")
     return stage
 
 
