@@ -27,7 +27,7 @@ from recipe.engine.device import Device, local_device
 from recipe.engine.launch import check_accelerator, wants
 from recipe.engine.runtime import Runtime
 from recipe.model.gpt2 import GPT2LMHeadModel
-from recipe.optim.optimizer import load_named_state, named_state, norm_and_divisor, unsharded
+from recipe.optim.optimizer import gradient_norm, load_named_state, named_state, unsharded
 from recipe.optim.spike_filter import SpikeFilter
 from recipe.utils.processes import Processes
 
@@ -123,33 +123,27 @@ class Strategy:
         `loss` is this process's mean loss of the step. Returns the gradients' global norm before clipping, and 1.0 for
         a skipped step, else 0.0: both () on the device, so that the host need not wait.
         """
-        scaler, fused = self._accelerator.scaler, self._is_fused(optimizer)
+        scaler = self._accelerator.scaler
         if scaler:
             scaler.unscale_(optimizer)
-        if fused:  # it divides the gradients by its grad_scale as it reads them, without another pass over them
-            grad_norm, divisor = norm_and_divisor(model.parameters(), self._max_grad_norm)
-            setattr(optimizer, "grad_scale", divisor)  # noqa: B010  no attribute of Optimizer's
-        else:
-            grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), self._max_grad_norm or float("inf"))
+        grad_norm = gradient_norm(model.parameters())
+        if self._max_grad_norm:
+            torch.nn.utils.clip_grads_with_norm_(model.parameters(), self._max_grad_norm, grad_norm)
         skip = self._should_skip(grad_norm, loss)
+        # On MPS a fused AdamW claims to skip steps by itself, but ignores the attributes of torch's GradScaler.
+        skips_itself = getattr(optimizer, "_step_supports_amp_scaling", False) and self.device.type != "mps"
         if scaler:  # a spike is treated as an overflow: it halves the scale too
             for found_inf in scaler._found_inf_per_device(optimizer).values():
                 found_inf.copy_(torch.maximum(found_inf, skip))
             scaler.step(optimizer)
             scaler.update()
-        elif fused:  # found_inf, on the device, tells it to change nothing
-            setattr(optimizer, "found_inf", skip)  # noqa: B010
+        elif skips_itself:  # found_inf, on the device, tells it to change nothing
+            setattr(optimizer, "found_inf", skip)  # noqa: B010  no attribute of Optimizer's
             optimizer.step()
         elif not bool(skip):
             optimizer.step()
         optimizer.zero_grad()
         return grad_norm, skip
-
-    def _is_fused(self, optimizer: Optimizer) -> bool:
-        """Whether the optimizer divides the gradients and skips steps by itself, as torch's fused ones do on a CPU and
-        on CUDA. On MPS it claims to, but ignores the divisor; in fp16 the GradScaler does both."""
-        supports_scaling = getattr(optimizer, "_step_supports_amp_scaling", False)
-        return supports_scaling and self.device.type != "mps" and not self._accelerator.scaler
 
     def _should_skip(self, grad_norm: Tensor, loss: Tensor) -> Tensor:
         mean_loss = self.runtime.processes.mean(loss) if "loss" in self.spike_filter.limits else None

@@ -62,8 +62,7 @@ class Muon(torch.optim.AdamW):
     """AdamW that updates the parameter groups with "muon": True by Muon.
 
     Such a group has parameters of shape (in, num_matrices x out), and "num_matrices", "lr", "momentum" and
-    "weight_decay". Like torch's fused optimizers, step() divides the gradients by the attribute `grad_scale` and
-    changes nothing where `found_inf` is 1.
+    "weight_decay". Like torch's fused optimizers, step() changes nothing where the attribute `found_inf` is 1.
 
     The parameters may be sharded by rows (FSDP's DTensors), or one flat tensor may be this process's part of all of
     them (ZeRO); then the group's "layout" lists its contents: (shape, start in the flattened parameter, start in the
@@ -126,8 +125,7 @@ class Muon(torch.optim.AdamW):
 
         # 1. Update the momentum of the local elements.
         for param in bucket:
-            momentum = param.momentum.lerp(self._unscaled(param.grad), 1 - param.group["momentum"])
-            self._assign(param.momentum, momentum)
+            self._assign(param.momentum, param.momentum.lerp(param.grad, 1 - param.group["momentum"]))
 
         # 2. Assemble this process's share of the matrices: (share, rows, cols). If they are sharded,
         # each process contributes its elements; otherwise every process has all of them, and nothing is sent.
@@ -161,7 +159,7 @@ class Muon(torch.optim.AdamW):
         for param in bucket:
             start, stop = stop, stop + param.num_matrices
             if any(i in indices for i in range(start, stop)):
-                look_ahead = self._unscaled(param.grad).lerp(param.momentum, param.group["momentum"])
+                look_ahead = param.grad.lerp(param.momentum, param.group["momentum"])
                 for i, matrix in enumerate(param.matrices(look_ahead), start):
                     if i in indices:
                         packed[i - indices.start].copy_(matrix if param.is_wide else matrix.mT)
@@ -175,10 +173,6 @@ class Muon(torch.optim.AdamW):
         weight = param.weight * (1 - lr * param.group["weight_decay"])
         weight -= local * (lr * max(1, fan_out / fan_in) ** 0.5)
         self._assign(param.weight, weight)
-
-    def _unscaled(self, grad: torch.Tensor) -> torch.Tensor:
-        divisor = getattr(self, "grad_scale", None)
-        return grad if divisor is None else grad / divisor
 
     def _assign(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
         """Copies `value` into `tensor`, unless the step is skipped."""

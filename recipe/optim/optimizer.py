@@ -1,4 +1,4 @@
-"""The optimizer: which parameters AdamW and Muon update, clipping within the step, and state by parameter name."""
+"""The optimizer: which parameters AdamW and Muon update, the gradient norm, and state by parameter name."""
 
 from collections.abc import Iterable, Mapping
 
@@ -47,22 +47,13 @@ def make_optimizer(
     return Muon(groups, lr=lr, betas=betas, eps=EPSILON, **(muon or {}), **adam)
 
 
-def norm_and_divisor(parameters: Iterable[torch.nn.Parameter], max_norm: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Global gradient norm, and the number by which clipping to `max_norm` divides the gradients (1 if max_norm is 0),
-    as in torch's clip_grad_norm_; both () in fp32 on the device.
-
-    A fused AdamW takes the divisor as its `grad_scale` and divides the gradients as it reads them; clip_grad_norm_
-    would read and write all of them once more. A collective call where the gradients are sharded.
-    """
+def gradient_norm(parameters: Iterable[torch.nn.Parameter]) -> torch.Tensor:
+    """Global gradient norm, () in fp32 on the device. A collective call where the gradients are sharded."""
     gradients = [p.grad for p in parameters if p.grad is not None]
-    sharded = hasattr(gradients[0], "full_tensor")  # a DTensor; importing the class takes a second
-    if gradients[0].device.type == "cpu" and not sharded:
-        norm = _norm_on_cpu(gradients)
-    else:
-        norm = torch.nn.utils.get_total_norm(gradients)
-    norm = unsharded(norm)
-    divisor = ((norm + 1e-6) / max_norm).clamp(min=1.0) if max_norm else torch.ones_like(norm)
-    return norm, divisor
+    is_sharded = hasattr(gradients[0], "full_tensor")  # a DTensor; importing the class takes a second
+    if gradients[0].device.type == "cpu" and not is_sharded:
+        return _norm_on_cpu(gradients)
+    return unsharded(torch.nn.utils.get_total_norm(gradients))
 
 
 def _norm_on_cpu(tensors: list[torch.Tensor]) -> torch.Tensor:

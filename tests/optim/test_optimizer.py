@@ -1,13 +1,19 @@
-"""Which tensors decay, the learning rate of the matrices, and clipping inside the optimizer's step."""
+"""Which tensors decay, the learning rate of the matrices, the gradient norm and its clipping."""
+
+from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import GPT2Config
 
-from recipe.config import OptimizerConfig
+from recipe.config import BatchPlan, OptimizerConfig
+from recipe.engine.device import Device
+from recipe.engine.runtime import Runtime
+from recipe.engine.strategy import Strategy
 from recipe.model.gpt2 import GPT2LMHeadModel
-from recipe.optim.optimizer import load_named_state, make_optimizer, named_state, norm_and_divisor
+from recipe.optim.optimizer import gradient_norm, load_named_state, make_optimizer, named_state
 from recipe.optim.schedule import set_lr
+from recipe.utils.processes import Processes
 from tests.conftest import EQUAL, by_step, flags, launch, ok, train
 
 
@@ -57,25 +63,27 @@ def test_matrix_learning_rate_gives_the_same_losses_on_any_engine(shards, once, 
     assert losses == pytest.approx(expected, abs=1e-5)
 
 
-@pytest.mark.parametrize(("optim", "tolerance"), [("adamw", 1e-9), ("muon", 1e-7)])  # Muon amplifies rounding
+@pytest.mark.parametrize("optim", ["adamw", "muon"])
 @pytest.mark.parametrize("max_norm", [0.05, 1e3, 0.0])
-def test_clipping_inside_the_step_is_clipping_before_it(optim, tolerance, max_norm):
-    """torch's clip_grad_norm_ before the step, against a step that divides: the same weights and optimizer state."""
-
-    def step(inside: bool):
-        model = tiny_model()
-        optimizer = make_optimizer(model, OptimizerConfig(optim=optim, learning_rate=1e-3), fused=True)
-        if inside:
-            norm, optimizer.grad_scale = norm_and_divisor(model.parameters(), max_norm)
-            optimizer.found_inf = torch.zeros(())
-        else:
-            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm or float("inf"))
-        optimizer.step()
-        return norm, dict(model.named_parameters()), named_state(model, optimizer)
-
-    (norm, weights, state), (expected_norm, expected_weights, expected_state) = step(inside=True), step(inside=False)
+def test_an_update_is_clip_grad_norm_and_a_step(optim, max_norm):
+    """0 clips nothing."""
+    config = OptimizerConfig(optim=optim, learning_rate=1e-3, max_grad_norm=max_norm)
+    model, expected_model = tiny_model(), tiny_model()
+    optimizer, expected_optimizer = (make_optimizer(m, config, fused=True) for m in (model, expected_model))
+    accelerator = SimpleNamespace(scaler=None, prepare=lambda model: model)
+    strategy = Strategy(Device("cpu", "CPU", "fp32", torch.device("cpu")), Runtime(Processes()), accelerator)
+    strategy.prepare(model, optimizer, BatchPlan(sequences=1, world_size=1, micro=1, accumulation=1), config)
+    norm, skipped = strategy.update(model, optimizer, torch.zeros(()))
+    expected_norm = torch.nn.utils.clip_grad_norm_(expected_model.parameters(), max_norm or float("inf"))
+    expected_optimizer.step()
+    assert skipped == 0
     torch.testing.assert_close(norm, expected_norm, rtol=1e-6, atol=0)
-    torch.testing.assert_close(weights, expected_weights, rtol=2e-6, atol=tolerance)
+    (weights, state), (expected_weights, expected_state) = (
+        (dict(m.named_parameters()), named_state(m, o))
+        for m, o in ((model, optimizer), (expected_model, expected_optimizer))
+    )
+    # Muon amplifies the rounding of the norm.
+    torch.testing.assert_close(weights, expected_weights, rtol=2e-6, atol=1e-7 if optim == "muon" else 1e-9)
     torch.testing.assert_close(state, expected_state, rtol=2e-6, atol=1e-9)
     assert "exp_avg.transformer.wte.weight" in state
     assert ("momentum.transformer.h.0.attn.c_attn.weight" in state) == (optim == "muon")
@@ -86,8 +94,8 @@ def test_the_gradient_norm_of_an_embedding_is_exact():
     ZeRO, which sums in fp64."""
     embedding = torch.nn.Embedding(50257, 768)
     embedding.weight.grad = torch.randn(50257, 768, generator=torch.Generator().manual_seed(0))
-    norm, _ = norm_and_divisor(embedding.parameters(), 1.0)
-    assert norm.item() == pytest.approx(embedding.weight.grad.double().norm().item(), rel=1e-6)
+    exact = embedding.weight.grad.double().norm().item()
+    assert gradient_norm(embedding.parameters()).item() == pytest.approx(exact, rel=1e-6)
 
 
 def test_the_state_of_any_optimizer_resumes_with_its_step(monkeypatch):
