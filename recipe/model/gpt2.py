@@ -22,7 +22,6 @@ from recipe.model.gelu import gelu
 from recipe.model.linear import linear
 from recipe.model.loss import next_token_loss
 from recipe.utils.errors import UserError, no_safetensors, reading
-from recipe.utils.units import some
 
 # Causal masks that old checkpoints carry as buffers. The leading dot matters: without it c_attn.bias matches too.
 _OLD_BUFFERS = re.compile(r"\.attn\.(bias|masked_bias)$")
@@ -252,15 +251,10 @@ class GPT2LMHeadModel(nn.Module):
         tensors.pop("lm_head.weight", None)  # tied to the embedding
         if "wte.weight" in tensors:  # OpenAI's files on the Hub were saved from the bare GPT2Model
             tensors = {f"transformer.{k}": v for k, v in tensors.items()}
-        expected = self.state_dict()
-        if missing_names := sorted(expected.keys() - tensors.keys()):
-            raise UserError(f"{origin}: missing {some(missing_names)}")
-        if unexpected_names := sorted(tensors.keys() - expected.keys()):
-            raise UserError(f"{origin}: unexpected {some(unexpected_names)}")
-        shapes = {name: (list(tensors[name].shape), list(tensor.shape)) for name, tensor in expected.items()}
-        if mismatches := [f"{name} {a}, not {b}" for name, (a, b) in shapes.items() if a != b]:
-            raise UserError(f"{origin}: wrong shape: {some(mismatches)}")
-        self.load_state_dict(tensors)
+        try:
+            self.load_state_dict(tensors)
+        except RuntimeError as error:
+            raise UserError(f"{origin}: {error}") from error
 
 
 def check_supported(config: GPT2Config) -> None:

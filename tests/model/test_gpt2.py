@@ -155,11 +155,11 @@ def test_loads_openais_layout_and_names_what_does_not_fit(tmp_path):
 
     loaded = load(weights)
     assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), model.parameters(), strict=True))
-    with pytest.raises(UserError, match=r"missing transformer\.h\.1\.mlp\.c_fc\.bias"):
+    with pytest.raises(UserError, match=r"Missing key.*\"transformer\.h\.1\.mlp\.c_fc\.bias\""):
         load({k: v for k, v in weights.items() if k != "h.1.mlp.c_fc.bias"})
-    with pytest.raises(UserError, match=r"unexpected transformer\.h\.7\.ln_1\.bias"):
+    with pytest.raises(UserError, match=r"Unexpected key.*\"transformer\.h\.7\.ln_1\.bias\""):
         load(weights | {"h.7.ln_1.bias": torch.zeros(32)})
-    with pytest.raises(UserError, match=r"wrong shape: transformer\.ln_f\.bias \[33\], not \[32\]"):
+    with pytest.raises(UserError, match=r"size mismatch for transformer\.ln_f\.bias: .*\[33\].*\[32\]"):
         load(weights | {"ln_f.bias": torch.zeros(33)})
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
     with pytest.raises(UserError, match=r"no model\.safetensors; pytorch_model\.bin and the like are pickles"):
