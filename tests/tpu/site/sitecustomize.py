@@ -33,7 +33,6 @@ def start() -> None:
     from tests.tpu import host_group  # noqa: F401  (registers itself)
 
     kernel = torch.nn.functional.scaled_dot_product_attention
-    torch.nn.functional.of_a_tpu = kernel  # for test_attention.py
 
     def attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, **kwargs):
         if q.device.type != "tpu":
