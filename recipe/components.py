@@ -13,7 +13,7 @@ import torch
 from recipe.checkpoint.format import Checkpoint, load_checkpoint, newest_state, state_of
 from recipe.checkpoint.manager import CheckpointManager
 from recipe.checkpoint.provenance import code_sha256
-from recipe.checkpoint.run_dir import RunDirectory, check_same_run, continue_from, run_directory, set_aside
+from recipe.checkpoint.run_dir import check_same_run, continue_from, run_directory, set_aside
 from recipe.config import UNDECIDED, BatchPlan, Config, data_sets
 from recipe.config.catalog import is_text
 from recipe.config.parse import check
@@ -66,10 +66,10 @@ class Components:
 
 @contextmanager
 def open_components(
-    config: Config, batch: BatchPlan, strategy: Strategy, directory: RunDirectory, checkpoint: Checkpoint | None
+    config: Config, batch: BatchPlan, strategy: Strategy, descriptor: int, checkpoint: Checkpoint | None
 ) -> Generator[Components, None, None]:
-    """Builds the components from the configuration, or restores them from `checkpoint`; `directory` is the run's. A
-    collective call. Raises UserError."""
+    """Builds the components from the configuration, or restores them from `checkpoint`; `descriptor` is that of
+    `run_directory`, on the main process. A collective call. Raises UserError."""
     step, state = (checkpoint.step, checkpoint.state) if checkpoint else (0, {})
     with ExitStack() as stack:
         processes = strategy.runtime.processes
@@ -87,7 +87,7 @@ def open_components(
             to_device=strategy.device.put,
             pin=strategy.device.type == "cuda",
         )
-        is_rewound = checkpoint is not None and processes.is_main and set_aside(directory, checkpoint)
+        is_rewound = checkpoint is not None and processes.is_main and set_aside(descriptor, checkpoint)
         metrics = Metrics(config, strategy, batches, step)
         stateful = {
             "data": train_data,
@@ -104,7 +104,7 @@ def open_components(
         stack.enter_context(batches)  # starts prefetching, which verifies files against the restored checksums
         stack.enter_context(metrics)
         trained = raw_model, optimizer
-        checkpoints = CheckpointManager(config, strategy, trained, stateful, metrics, directory, checkpoint)
+        checkpoints = CheckpointManager(config, strategy, trained, stateful, metrics, descriptor, checkpoint)
         stack.callback(checkpoints.join)
         yield Components(
             strategy=strategy,
@@ -183,21 +183,20 @@ def _check_run_directory(config: Config) -> None:
 
 
 @contextmanager
-def open_run_directory(
-    config: Config, processes: Processes
-) -> Generator[tuple[RunDirectory, Checkpoint | None], None, None]:
-    """The run's directory, locked for this run, and the checkpoint in it from which the run continues, which the main
-    process chooses and verifies for all. A collective call. Raises UserError, on all processes."""
+def open_run_directory(config: Config, processes: Processes) -> Generator[tuple[int, Checkpoint | None], None, None]:
+    """The descriptor of the run's directory, which the main process locks, and the checkpoint in it from which the run
+    continues, which the main process chooses and verifies for all. A collective call. Raises UserError, on all
+    processes."""
     run_dir, flat = Path(config.run.output_dir), redacted(config.flat())
     with ExitStack() as stack:
-        directory, path = RunDirectory(run_dir), None
+        descriptor, path = -1, None  # on the other processes
         with processes.shared_error("the run's directory cannot be opened"):
             if processes.is_main:
-                directory = stack.enter_context(run_directory(run_dir, fresh=config.run.fresh))
+                descriptor = stack.enter_context(run_directory(run_dir, fresh=config.run.fresh))
                 path, _ = continue_from(run_dir, flat, locked=True)
         path = processes.broadcast_object(path)
         if path is None:
-            yield directory, None
+            yield descriptor, None
             return
         if processes.anywhere(not path.exists()):
             raise UserError(f"{path} is not on every node: output_dir must be on a file system that all of them see")
@@ -205,7 +204,7 @@ def open_run_directory(
         check_same_run(checkpoint.state, flat, open_tokenizer(config.data.tokenizer), run_dir)
         if checkpoint.step < config.optimizer.max_steps:
             logger.info("resume     from step %d (%s)", checkpoint.step, path)
-        yield directory, checkpoint
+        yield descriptor, checkpoint
 
 
 def is_complete(config: Config, processes: Processes, checkpoint: Checkpoint | None) -> bool:

@@ -106,9 +106,9 @@ def pretrain(config: Config, batch: BatchPlan, strategy: Strategy) -> ExitCode |
     checkpoint and stopped because its decay is due and its number of steps is to be fixed."""
     processes, stop = strategy.runtime.processes, strategy.runtime.stop
     uploads, code = open_uploads(config, processes), ExitCode.DONE  # before --fresh moves an earlier run
-    with open_run_directory(config, processes) as (directory, checkpoint):
+    with open_run_directory(config, processes) as (descriptor, checkpoint):
         if not is_complete(config, processes, checkpoint):
-            with open_components(config, batch, strategy, directory, checkpoint) as components:
+            with open_components(config, batch, strategy, descriptor, checkpoint) as components:
                 if config.undecided and processes.is_main:  # checkpoints keep the main process's clock
                     stop.decay_when(components.metrics.time_to_decay)
                 val_loss, saved = train(config, batch, components, uploads)

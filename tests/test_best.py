@@ -342,7 +342,7 @@ def test_a_plan_by_dollars_for_other_devices(text, size, length, tmp_path, call_
         steps = int(re.search(r"^max_steps: (\d+)", recipe, re.MULTILINE)[1])
         assert seconds == pytest.approx(0.01 * steps, abs=0.06), "the least that a step takes on a GPU"
         result = ok(call_here(*argv, "--fresh"))
-        assert "fresh      the earlier run is kept in runs/rich.old-1" in result.stdout
+        assert f"fresh      the earlier run is kept in {tmp_path}/runs/rich.old-1" in result.stdout
         assert (tmp_path / "runs/rich/recipe.yaml").read_text() == recipe
         assert (tmp_path / "runs/rich.old-1/recipe.yaml").read_text() == recipe
 

@@ -22,13 +22,13 @@ from recipe.checkpoint.format import (
     step_of,
 )
 from recipe.checkpoint.provenance import about
-from recipe.checkpoint.run_dir import RunDirectory
+from recipe.checkpoint.run_dir import check_in_place
 from recipe.config import Config
 from recipe.data.tokenizer import GPT2Tokenizer, open_tokenizer
 from recipe.engine.strategy import Strategy
 from recipe.model.gpt2 import GPT2LMHeadModel
 from recipe.optim.optimizer import steps_taken
-from recipe.utils.errors import DirectoryLost, UserError, first_line, writing
+from recipe.utils.errors import UserError, first_line, writing
 from recipe.utils.redaction import redacted
 
 logger = logging.getLogger(__name__)
@@ -51,15 +51,16 @@ class CheckpointManager:
         model_and_optimizer: tuple[GPT2LMHeadModel, torch.optim.Optimizer],
         stateful: dict[str, Any],
         metrics: Any,
-        directory: RunDirectory,
+        descriptor: int,
         checkpoint: Checkpoint | None,
     ):
         """The model comes without wrappers, the optimizer prepared. `stateful` are the further components whose
         state_dict(), a collective call that returns JSON, is saved; `metrics` is the run's Metrics (of a higher layer);
-        `directory` is locked by the main process; `checkpoint` is the one from which the run resumes."""
+        `descriptor` is that of `run_directory`, on the main process; `checkpoint` is the one from which the run
+        resumes."""
         self._config, self._strategy, self._metrics = config, strategy, metrics
         self._model, self._optimizer = model_and_optimizer
-        self._stateful, self._directory = stateful, directory
+        self._stateful, self._run_dir, self._descriptor = stateful, Path(config.run.output_dir), descriptor
         self._saved_step = checkpoint.step if checkpoint else 0
         self._thread: threading.Thread | None = None
         self._unsaved: Checkpoint | None = None  # the checkpoint that the last save failed to write
@@ -76,10 +77,11 @@ class CheckpointManager:
 
     def save(self, step: int, record: dict) -> None:
         """Starts to write a checkpoint of this step, unless it is saved already. `record` holds what was measured at
-        this step; its line of metrics.jsonl is written after the evaluations. A collective call."""
+        this step; its line of metrics.jsonl is written after the evaluations. A collective call. Raises UserError if
+        the run's directory was moved or replaced."""
         if step <= self._saved_step:
             return
-        self._saved_step = step
+        processes, self._saved_step = self._strategy.runtime.processes, step
         self._metrics.unwritten = dict(record)  # to which the evaluations are added meanwhile
         state = {
             "tokens": step * self._config.optimizer.total_batch_tokens,
@@ -89,9 +91,12 @@ class CheckpointManager:
             start = time.monotonic()
             self.join()
             self._unsaved = None  # frees its memory for this checkpoint
+            with processes.shared_error("the checkpoint cannot be saved"), suppress(OSError):
+                if processes.is_main:
+                    check_in_place(self._run_dir, self._descriptor)
             tensors = self._strategy.gather(self._model, self._optimizer)
-            if self._strategy.runtime.processes.is_main:
-                path = checkpoint_path(self._directory.path, step)
+            if processes.is_main:
+                path = checkpoint_path(self._run_dir, step)
                 checkpoint = Checkpoint(path, step, *tensors, self._provenance | state)
                 # A daemon: a second Ctrl-C, which ends the process at once, does not wait for it.
                 self._thread = threading.Thread(
@@ -106,24 +111,20 @@ class CheckpointManager:
 
     def finish(self) -> bool:
         """Whether the run's last checkpoint is committed; if the disk failed, the save is retried for a minute. Prunes
-        once more, now that all evaluations are known. A collective call. Raises UserError if the run's directory was
-        moved or replaced."""
+        once more, now that all evaluations are known. A collective call."""
         processes = self._strategy.runtime.processes
         self.wait()
-        with processes.shared_error("the last checkpoint cannot be saved"):
-            if processes.is_main:
-                if self._unsaved and isinstance(self._error, OSError):
-                    self._retry(self._unsaved)
-                if isinstance(self._error, DirectoryLost):
-                    raise self._error
-                if not self._error:
-                    self._prune(self._saved_step)
+        if processes.is_main:
+            if self._unsaved and isinstance(self._error, OSError):
+                self._retry(self._unsaved)
+            if not self._error:
+                self._prune(self._saved_step)
         return processes.broadcast_object(not self._error)
 
     def _retry(self, checkpoint: Checkpoint) -> None:
         """Retries the last save until it succeeds, the window is over or Ctrl-C ends it. If the disk is still full, it
         then deletes the unprotected checkpoints, except for the newest intact one, and tries once more."""
-        stop, path, deadline = self._strategy.runtime.stop, self._directory.path, time.monotonic() + RETRY_WINDOW_S
+        stop, path, deadline = self._strategy.runtime.stop, self._run_dir, time.monotonic() + RETRY_WINDOW_S
         was_requested = stop.requested  # a stop that ended training must not end the retries
         way_out = f"free some space or repair {path}; Ctrl-C gives up"
         logger.warning("waiting    the last save is retried for %.0f s: %s", RETRY_WINDOW_S, way_out)
@@ -145,19 +146,16 @@ class CheckpointManager:
     def _write(self, checkpoint: Checkpoint, wait_seconds: float, *, is_retry: bool = False) -> None:
         start = time.monotonic()
         try:
-            self._directory.check()
+            check_in_place(self._run_dir, self._descriptor)
             checkpoint.state["metrics"]["lines_sha256"] = self._metrics.sync(checkpoint.step)
             save_checkpoint(checkpoint, self._files)
-        except Exception as error:  # whatever the error, the run goes on, unless it has lost its directory
+        except Exception as error:  # whatever the error, the run goes on
             self._unsaved, self._error, self._metrics.warning = checkpoint, error, f"step {checkpoint.step} not saved"
-            if isinstance(error, DirectoryLost):
-                self._strategy.runtime.stop.requested = True
-                logger.warning("step %d: NOT SAVED: %s", checkpoint.step, error)
-            elif not is_retry:
+            if not is_retry:
                 reason = getattr(error, "strerror", None) or first_line(error)
-                paths = checkpoints(self._directory.path)
+                paths = checkpoints(self._run_dir)
                 newest = f"{paths[-1].name} is the newest" if paths else "there is no other"
-                newest += f" checkpoint in {self._directory.path}"
+                newest += f" checkpoint in {self._run_dir}"
                 logger.warning("step %d: NOT SAVED: %s; %s", checkpoint.step, reason, newest)
             return
         self._unsaved, self._error, self._metrics.warning = None, None, ""
@@ -168,8 +166,8 @@ class CheckpointManager:
 
     def _prune(self, step: int, limit: int | None = None) -> None:
         try:
-            self._directory.check()
-            prune(self._directory.path, step, self._config, self._metrics.val_losses, limit)
+            check_in_place(self._run_dir, self._descriptor)
+            prune(self._run_dir, step, self._config, self._metrics.val_losses, limit)
         except (OSError, UserError) as error:  # a UserError if metrics.jsonl cannot be read
             logger.warning("WARNING    older checkpoints could not be deleted: %s", error)
 

@@ -5,7 +5,7 @@ import logging
 import os
 import socket
 from collections.abc import Generator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import count
 from pathlib import Path
 
@@ -40,83 +40,64 @@ _ALLOWED_NAMES = {"tensorboard", "wandb", "lost+found"}
 _ALLOWED_SUFFIXES = {".log", ".out", ".err", ".md", ".txt", ".yaml", ".yml"}
 
 
-class RunDirectory:
-    """The directory of a run, locked for this process; for the main process only. The lock is on the directory and not
-    on its path: the directory can be moved, and another one put in its place, while the run goes on."""
-
-    def __init__(self, path: Path):
-        self.path, self._lock = path, FileLock(path / LOCK, timeout=LOCK_TIMEOUT_S)
-
-    def acquire(self) -> None:
-        """Creates the directory and locks it. Raises OSError, and UserError, naming the owner, if it is locked."""
-        target = self.path.resolve()  # the target of a link may not exist yet
-        new_dirs = [path for path in (target, *target.parents) if not path.exists()]
-        target.mkdir(parents=True, exist_ok=True)
-        for path in new_dirs:
-            fsync(path.parent)
-        try:
-            self._lock.acquire()
-        except Timeout:
-            owner = f" ({(self.path / OWNER).read_text()})" if (self.path / OWNER).exists() else ""
-            raise UserError(
-                f"{self.path}: another run writes there{owner}; wait for it, or choose another output_dir"
-            ) from None
-        self._lock_file = (self.path / LOCK).open("rb")  # while it is open, its inode number is not reused
-        replace_file(self.path / OWNER, f"process {os.getpid()} on {socket.gethostname()}".encode(), flush=False)
-
-    def check(self) -> None:
-        """Raises DirectoryLost if the lock file at the path is not the one held, and OSError if that cannot be
-        determined. Call it before writing, moving or deleting anything there."""
-        with suppress(FileNotFoundError, NotADirectoryError):
-            if os.path.samestat(os.fstat(self._lock_file.fileno()), (self.path / LOCK).stat()):
-                return
-        raise DirectoryLost(
-            f"{self.path} was moved or replaced while this run was going on, so nothing more is written there; give "
-            "the place where its checkpoints are now as --output_dir to continue it"
-        )
-
-    def release(self, moved_to: Path | None = None) -> None:
-        """Unlocks the directory, if it is locked, and deletes the lock files, at its path or where it was `moved_to`.
-        Raises DirectoryLost and OSError as `check`."""
-        if not self._lock.is_locked:
-            return
-        try:
-            if not moved_to:
-                self.check()
-            for name in (OWNER, LOCK):
-                ((moved_to or self.path) / name).unlink(missing_ok=True)
-        finally:
-            self._lock_file.close()
-            self._lock.release()
-
-
 @contextmanager
-def run_directory(path: Path, *, fresh: bool = False) -> Generator[RunDirectory, None, None]:
+def run_directory(path: Path, *, fresh: bool = False) -> Generator[int, None, None]:
     """Context: the directory of a run, locked for this process; for the main process only. The operating system
-    releases the lock of a process that dies.
+    releases the lock of a process that dies. Yields a descriptor of the directory, for `check_in_place`.
 
-    Raises UserError if the directory belongs to another process or to another program. With `fresh`, an earlier run is
-    moved aside. A directory that is empty at the end is removed.
+    Raises UserError if the directory belongs to another process or to another program. With `fresh`, the files of an
+    earlier run are moved aside. A directory that is empty at the end is removed.
     """
-    directory = RunDirectory(path)
-    try:
+    target = path.resolve()  # the target of a link may not exist yet
+    with ExitStack() as stack:
         with writing(path, "fix that, or choose another output_dir"):
             _check_free(path)
-            directory.acquire()
-            if fresh and any(entry.name not in (LOCK, OWNER) for entry in path.iterdir()):
-                target = path.resolve() if path.is_symlink() else path  # a link stays, and the new run is on its disk
+            new_dirs = [directory for directory in (target, *target.parents) if not directory.exists()]
+            target.mkdir(parents=True, exist_ok=True)
+            for directory in new_dirs:
+                fsync(directory.parent)
+            descriptor = os.open(target, os.O_RDONLY)
+            stack.callback(os.close, descriptor)
+            try:
+                stack.enter_context(FileLock(path / LOCK, timeout=LOCK_TIMEOUT_S))
+            except Timeout:
+                owner = f" ({(path / OWNER).read_text()})" if (path / OWNER).exists() else ""
+                raise UserError(
+                    f"{path}: another run writes there{owner}; wait for it, or choose another output_dir"
+                ) from None
+            stack.callback(_clean_up, path, descriptor)
+            replace_file(path / OWNER, f"process {os.getpid()} on {socket.gethostname()}".encode(), flush=False)
+            earlier_paths = [entry for entry in path.iterdir() if entry.name not in (LOCK, OWNER)]
+            if fresh and earlier_paths:
                 numbered_paths = (target.with_name(f"{target.name}.old-{n}") for n in count(1))
                 old_path = next(p for p in numbered_paths if not os.path.lexists(p))  # not even a broken link
-                target.rename(old_path)
-                directory.release(old_path)
-                directory.acquire()
+                old_path.mkdir()
+                for entry in earlier_paths:
+                    entry.rename(old_path / entry.name)
                 logger.info("fresh      the earlier run is kept in %s", old_path)
             sweep(path)
-        yield directory
-    finally:
-        with suppress(OSError, UserError):  # not empty, which is normal, or moved meanwhile
-            directory.release()
-            path.rmdir()
+        yield descriptor
+
+
+def _clean_up(path: Path, descriptor: int) -> None:
+    """Deletes the lock files, also if the directory was moved, and a directory that is empty without them."""
+    with suppress(OSError):  # not empty, which is normal
+        for name in (OWNER, LOCK):
+            os.unlink(name, dir_fd=descriptor)
+        path.rmdir()
+
+
+def check_in_place(path: Path, descriptor: int) -> None:
+    """Raises DirectoryLost if the run's directory is no longer at its path: it can be moved, and another one put in its
+    place, while the run goes on. Raises OSError if that cannot be determined. Call it before writing, moving or
+    deleting anything there."""
+    with suppress(FileNotFoundError, NotADirectoryError):
+        if os.path.samestat(os.fstat(descriptor), path.stat()):
+            return
+    raise DirectoryLost(
+        f"{path} was moved or replaced while this run was going on, so nothing more is written there; give the place "
+        "where its checkpoints are now as --output_dir to continue it"
+    )
 
 
 def _check_free(run_dir: Path) -> None:
@@ -196,18 +177,18 @@ def _optimizer_config(config: dict) -> OptimizerConfig:
     return OptimizerConfig(**{f.name: config[f.name] for f in dataclasses.fields(OptimizerConfig) if f.name in config})
 
 
-def set_aside(directory: RunDirectory, checkpoint: Checkpoint) -> bool:
+def set_aside(descriptor: int, checkpoint: Checkpoint) -> bool:
     """Moves the checkpoints newer than `checkpoint`, from which the run resumes, into the next free
     `decayed_<newest step>`, with a copy of metrics.jsonl: a run directory of its own. Returns whether there are any.
-    Raises UserError.
+    `descriptor` is that of `run_directory`. Raises UserError.
 
     The newest is moved last: if this process is killed earlier, the next one sees the same newest and finishes the
     move.
     """
-    run_dir = directory.path
+    run_dir = checkpoint.path.parent
     if not (newer_paths := [path for path in checkpoints(run_dir) if step_of(path) > checkpoint.step]):
         return False
-    directory.check()
+    check_in_place(run_dir, descriptor)
     newest, log = newer_paths[-1], run_dir / "metrics.jsonl"
     name = f"decayed_{step_of(newest):08d}"
     numbered_paths = (run_dir / (name if n == 1 else f"{name}-{n}") for n in count(1))

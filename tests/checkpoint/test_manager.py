@@ -5,7 +5,7 @@ import json
 import os
 import threading
 import time
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +14,7 @@ import torch
 from recipe.checkpoint import manager as module
 from recipe.checkpoint.format import checkpoints, protect, prune, step_of
 from recipe.checkpoint.manager import CheckpointManager
-from recipe.checkpoint.run_dir import RunDirectory, run_directory
+from recipe.checkpoint.run_dir import run_directory
 from recipe.config import parse_config
 from recipe.engine.device import Device
 from recipe.engine.runtime import Runtime
@@ -35,15 +35,17 @@ class Run:
         self.metrics.state_dict = lambda: {"unwritten": self.metrics.unwritten}
         self.metrics.sync = lambda step: self.synced.append(step) or "a" * 64
         strategy = Strategy(Device("cpu", "CPU", "fp32"), Runtime(Processes()))
-        strategy.gather, self.stop = self._gather, strategy.runtime.stop
+        strategy.gather = self._gather
         config = parse_config([f"--output_dir={directory}", "--save_total_limit=1", "--lr_scheduler_type=linear"])
         model = SimpleNamespace(config=SimpleNamespace(n_positions=64))
         model.save_config = lambda path: (path / "config.json").write_bytes(b"{}")
         model_and_optimizer = model, SimpleNamespace(state={})
         stateful = {"grad_scaler": SimpleNamespace(state_dict=lambda: {"scale": 2.0}), "metrics": self.metrics}
-        self.lock = RunDirectory(directory)
-        self.lock.acquire()
-        self.manager = CheckpointManager(config, strategy, model_and_optimizer, stateful, self.metrics, self.lock, None)
+        self.lock = ExitStack()
+        descriptor = self.lock.enter_context(run_directory(directory))
+        self.manager = CheckpointManager(
+            config, strategy, model_and_optimizer, stateful, self.metrics, descriptor, None
+        )
 
     def _gather(self, *_) -> tuple[dict, dict]:
         return {"a": torch.full((4,), self.value)}, {"exp_avg.a": torch.ones(4)}
@@ -65,7 +67,7 @@ def run(tmp_path):
     run = Run(tmp_path)
     yield run
     run.manager.join()
-    run.lock.release()
+    run.lock.close()
 
 
 def test_a_checkpoint_holds_the_state_of_every_component(run):
@@ -134,23 +136,19 @@ def test_the_last_save_retries_on_a_full_disk_and_then_deletes_an_unprotected_ch
     assert "the last save is retried for 0 s: free some space" in caplog.text
 
 
-def test_a_run_whose_directory_was_replaced_ends_and_touches_nothing_there(run, tmp_path_factory, caplog):
+def test_a_run_whose_directory_was_replaced_ends_and_touches_nothing_there(run, tmp_path_factory):
     """`mv runs/x old`, and a second run in runs/x: its files, its lock and its half-written save stay."""
     run.save_and_wait(3)
     moved_dir = run.directory.rename(tmp_path_factory.mktemp("moved") / "old")
     with run_directory(run.directory):
-        (run.directory / ".saving-step_00000001").mkdir()
         save(run.directory, 1)
-        (run.directory / ".saving-step_00000002").mkdir()
+        save(run.directory, 2)
+        (run.directory / ".saving-step_00000003").mkdir()
         paths = sorted(run.directory.iterdir())
-        run.save_and_wait(4)
-        assert "step 4: NOT SAVED: " in caplog.text
-        assert f"{run.directory} was moved or replaced while this run was going on" in caplog.text
-        assert run.stop.requested
-        with pytest.raises(UserError, match="was moved or replaced"):
-            run.manager.finish()
-        with pytest.raises(UserError, match="was moved or replaced"):
-            run.lock.release()
+        assert run.manager.finish()  # which would prune
+        with pytest.raises(UserError, match=f"^{run.directory} was moved or replaced while this run was going on"):
+            run.save(4)
+        run.lock.close()
         assert sorted(run.directory.iterdir()) == paths
     assert [step_of(path) for path in checkpoints(moved_dir)] == [3]
 
