@@ -50,7 +50,7 @@ CIRCUMSTANCES = {"engine", "processes", "micro_batch_size", "deterministic", "lo
 CIRCUMSTANCES |= {"gradient_checkpointing", "torch_compile_mode"}
 WAY_OUT = "replay with the run's own launch (--launch), options (--flags) and commit"
 # Columns of metrics.jsonl that differ from replay to replay.
-UNREPEATABLE = {"seconds", "save_wait", "tokens_per_second", "mfu", "data_wait", "peak_memory_bytes", "compilations"}
+UNREPEATABLE = {"seconds", "tokens_per_second", "mfu", "data_wait", "peak_memory_bytes", "compilations"}
 EXACT_TOLERANCE = 1e-12  # relative; for values that rounding hardly affects, such as the learning rate
 EXIT_GRACE_S = 60.0  # seconds in which a replay must exit once it is stopped
 Key = tuple[int, str]  # step; column of metrics.jsonl, number of a checkpoint's state, or name of a tensor

@@ -60,7 +60,7 @@ _STATE = {
     "grad_scaler": {...: float},
     "spike_filter": {...: (COUNT, [(None, float)])},
     "tracker": {"run_id": _TEXT},
-    "metrics": dict.fromkeys(("seconds", "first_steps", "pauses", "save_wait"), float)
+    "metrics": dict.fromkeys(("seconds", "first_steps", "pauses"), float)
     | {"lines_sha256": SHA256, "running_loss": {"sum": float, "count": COUNT}, "unwritten": {...: (None, str, float)}},
     "data": {"mixture": (None, list)},
 }

@@ -28,6 +28,7 @@ from recipe.data.tokenizer import GPT2Tokenizer, open_tokenizer
 from recipe.engine.strategy import Strategy
 from recipe.model.gpt2 import GPT2LMHeadModel
 from recipe.optim.optimizer import steps_taken
+from recipe.utils.checkpoints import val_losses
 from recipe.utils.errors import UserError, first_line, writing
 from recipe.utils.redaction import redacted
 
@@ -167,7 +168,7 @@ class CheckpointManager:
     def _prune(self, step: int, limit: int | None = None) -> None:
         try:
             check_in_place(self._run_dir, self._descriptor)
-            prune(self._run_dir, step, self._config, self._metrics.val_losses, limit)
+            prune(self._run_dir, step, self._config, val_losses(self._run_dir), limit)
         except (OSError, UserError) as error:  # a UserError if metrics.jsonl cannot be read
             logger.warning("WARNING    older checkpoints could not be deleted: %s", error)
 

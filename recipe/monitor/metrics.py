@@ -23,7 +23,7 @@ from recipe.estimate.memory import flops_per_token
 from recipe.monitor.progress import Progress
 from recipe.monitor.trackers import Tracker
 from recipe.optim.schedule import lr_at
-from recipe.utils.checkpoints import read_metrics, val_losses
+from recipe.utils.checkpoints import read_metrics
 from recipe.utils.errors import writing
 from recipe.utils.files import replace_file
 
@@ -55,7 +55,7 @@ class Metrics:
         self._config, self._strategy, self._batches = config, strategy, batches
         self._flops_per_token = flops_per_token(config.model, config.data.sequence_length)
         self.loss = RunningLoss(strategy.device.torch_device, strategy.device.sum_dtype)
-        self.seconds = self.pauses = self._save_wait = 0.0
+        self.seconds = self.pauses = 0.0
         self._first_steps, self._has_stepped = 0.0, False  # seconds of the first step of each process, which compiles
         self.warning, self.unwritten = "", {}
         self.tracker = Tracker(config, first_step)
@@ -126,7 +126,6 @@ class Metrics:
             **dict.fromkeys(_MEASURED),
             **record,
             "seconds": round(self.seconds, 3),
-            "save_wait": self._save_wait / (self._save_wait + self.seconds) if self.seconds else 0.0,
             **self._strategy.device.counters(),
         }
         if self._log:
@@ -155,13 +154,6 @@ class Metrics:
             pause = time.perf_counter() - start
             self.pauses += pause
             self._window_start += pause
-            if activity == "saving":
-                self._save_wait += pause
-
-    @property
-    def val_losses(self) -> dict[int, float]:
-        """{step: validation loss} of the run so far."""
-        return val_losses(Path(self._config.run.output_dir))
 
     def sync(self, step: int) -> str:
         """Flushes metrics.jsonl to the disk, and returns the SHA-256 of its lines before a step, by which an audit
@@ -178,8 +170,7 @@ class Metrics:
     def _times(self) -> dict[str, float]:
         # With the seconds since the last reading, which a resumed run would miss.
         seconds = self.seconds + time.perf_counter() - self._window_start
-        times = {"seconds": seconds, "first_steps": self._first_steps}
-        return times | {"pauses": self.pauses, "save_wait": self._save_wait}
+        return {"seconds": seconds, "first_steps": self._first_steps, "pauses": self.pauses}
 
     def time_to_decay(self) -> bool:
         """Whether the decay of a run of train_hours must start now."""
@@ -187,8 +178,7 @@ class Metrics:
 
     def load_state_dict(self, state: dict) -> None:
         """Restores what `state_dict` returned."""
-        self.seconds, self.pauses, self._save_wait = state["seconds"], state["pauses"], state["save_wait"]
-        self._first_steps = state["first_steps"]
+        self.seconds, self._first_steps, self.pauses = state["seconds"], state["first_steps"], state["pauses"]
         self.loss.load_state_dict(state["running_loss"])
         self._values = state["unwritten"]
 
@@ -258,47 +248,39 @@ class MetricsLog:
                 logger.warning("note       starts over without a checkpoint; the earlier curve is kept in %s", old_path)
             replace_file(path, b"".join(lines.values()))
             self._file = path.open("ab", buffering=0)
-        self._end = sum(map(len, lines.values()))  # offset of the end of the last complete line
-        self._unwritten: list[bytes] = []
-        self._is_torn = False  # what follows `_end` in the file is to be overwritten
+        self._unwritten = b""  # what a full disk has refused
         self._lock = threading.Lock()  # a checkpoint's thread calls `sync`
 
     def write(self, record: dict) -> None:
         """Appends a line; a number that is not finite becomes null, since JSON has no NaN."""
         record = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
         step, offset = self._resumed
-        with self._lock:
-            if record["step"] == step:
-                self._end, self._is_torn = offset, True
-            self._unwritten.append(json.dumps(record).encode() + b"\n")
-        self._write_all()
+        self._append(json.dumps(record).encode() + b"\n", offset if record["step"] == step else None)
 
-    def _write_all(self) -> None:
-        try:
-            with self._lock:
-                if self._is_torn:
-                    self._file.truncate(self._end)
-                while self._unwritten:
-                    line, self._is_torn = self._unwritten[0], True
-                    while line:  # a full disk may take a part of it
-                        line = line[self._file.write(line) :]
-                    self._end += len(self._unwritten.pop(0))
-                self._has_failed = self._is_torn = False
-        except OSError as error:
-            if not self._has_failed:
-                logger.warning("WARNING    %s cannot be written (%s)", self._path, error.strerror)
-            self._has_failed = True
+    def _append(self, line: bytes, offset: int | None = None) -> None:
+        """Writes `line` after what could not be written before or, with `offset`, in place of what follows it."""
+        with self._lock:
+            self._unwritten += line
+            try:
+                if offset is not None:
+                    self._file.truncate(offset)
+                while self._unwritten:  # a full disk may take a part of it
+                    self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+                self._has_failed = False
+            except OSError as error:
+                if not self._has_failed:
+                    logger.warning("WARNING    %s cannot be written (%s)", self._path, error.strerror)
+                self._has_failed = True
 
     def text(self) -> bytes:
         """All lines, also those that are not written yet."""
         with self._lock:
-            written_lines = self._path.read_bytes()[: self._end] if self._path.is_file() else b""
-            return written_lines + b"".join(self._unwritten)
+            return (self._path.read_bytes() if self._path.is_file() else b"") + self._unwritten
 
     def sync(self) -> None:
         """Flushes the file to disk. Called before a checkpoint is committed, since a run resumed from it does not write
         these lines again. A disk error here does not prevent the checkpoint."""
-        self._write_all()
+        self._append(b"")
         with suppress(OSError):
             os.fsync(self._file.fileno())
 

@@ -25,6 +25,7 @@ from recipe.estimate.memory import (
 )
 from recipe.estimate.micro_batch import memory_kind
 from recipe.monitor.metrics import Metrics
+from recipe.utils.checkpoints import val_losses
 from recipe.utils.errors import ExitCode
 from recipe.utils.files import nearest_directory
 from recipe.utils.units import duration, gb, plural, si
@@ -197,7 +198,8 @@ def summarize(config: Config, metrics: Metrics, val_loss: float | None, saved: b
 
 def outcome(config: Config, metrics: Metrics, val_loss: float) -> Iterator[str]:
     """The lines of the closing panel; `val_loss` is that of the last step."""
-    steps, run_dir, losses = config.optimizer.max_steps, Path(config.run.output_dir), metrics.val_losses
+    steps, run_dir = config.optimizer.max_steps, Path(config.run.output_dir)
+    losses = val_losses(run_dir)
     tokens = steps * config.optimizer.total_batch_tokens
     yield f"done       {si(tokens, 'B')} tokens in {steps:,} steps; validation loss {val_loss:.4f}"
     best_step = min(losses, key=lambda step: losses[step], default=steps)

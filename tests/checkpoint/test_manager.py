@@ -31,7 +31,7 @@ class Run:
     def __init__(self, directory):
         self.directory, self.value = directory, 1.0
         self.synced = []
-        self.metrics = SimpleNamespace(warning="", val_losses={}, paused=lambda activity: nullcontext())
+        self.metrics = SimpleNamespace(warning="", paused=lambda activity: nullcontext())
         self.metrics.state_dict = lambda: {"unwritten": self.metrics.unwritten}
         self.metrics.sync = lambda step: self.synced.append(step) or "a" * 64
         strategy = Strategy(Device("cpu", "CPU", "fp32"), Runtime(Processes()))
@@ -124,7 +124,8 @@ def test_the_last_save_retries_on_a_full_disk_and_then_deletes_an_unprotected_ch
     monkeypatch.setattr(module, "RETRY_PAUSE_S", 0.1)
     monkeypatch.setattr(module, "save_checkpoint", commit_on_full_disk)
     monkeypatch.setattr(module, "prune", lambda *a: prune(*a) if run.metrics.warning else None)
-    run.metrics.val_losses = {1: 1.0} | dict.fromkeys(range(2, 6), 2.0)
+    lines = [{"step": step, "val_loss": 1.0 if step == 1 else 2.0} for step in range(1, 6)]
+    (run.directory / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     for step in range(1, 6):
         run.save_and_wait(step)
     protect(run.directory / "step_00000002")

@@ -55,7 +55,7 @@ def lines_of(preset: str = "shakespeare", upto: float = math.inf) -> list[dict]:
         step_metrics = {"grad_norm": 0.5, "tokens_per_second": 1000.0, "data_wait": 0.001, "skipped_steps": 0}
         line = {"step": round(tokens / batch), "tokens": int(tokens), "loss": loss, "val_loss": val.get(tokens)}
         line |= step_metrics if tokens else dict.fromkeys(step_metrics)
-        lines.append(line | {"learning_rate": 1e-3, "mfu": None, "seconds": tokens / 1000, "save_wait": 0.001})
+        lines.append(line | {"learning_rate": 1e-3, "mfu": None, "seconds": tokens / 1000})
     return lines
 
 

@@ -123,7 +123,7 @@ class Lab:
 
 def curve(directory: Path) -> list[dict]:
     """The lines of metrics.jsonl without what differs from run to run: times and memory."""
-    measured = {"tokens_per_second", "mfu", "seconds", "data_wait", "peak_memory_bytes", "save_wait"}
+    measured = {"tokens_per_second", "mfu", "seconds", "data_wait", "peak_memory_bytes"}
     return [{k: v for k, v in line.items() if k not in measured} for line in metrics(directory / "run")]
 
 

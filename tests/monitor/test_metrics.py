@@ -101,7 +101,7 @@ def test_a_record_holds_what_its_step_read_and_its_evaluations_also_after_a_resu
     strategy.spike_filter = SimpleNamespace(check=lambda step: 2)
 
     with Metrics(config, strategy, batches, 0) as metrics:
-        with metrics.paused("saving"):  # before the first step: save_wait is still 0
+        with metrics.paused("saving"):
             clock.seconds += 4.0
         metrics.write(0, metrics.record(0, read=True))
         for step in range(5):
@@ -117,13 +117,12 @@ def test_a_record_holds_what_its_step_read_and_its_evaluations_also_after_a_resu
         metrics.write(5, record | {"val_loss": 3.0})
     first_line, line = read_metrics(tmp_path / "metrics.jsonl")
     assert (metrics.seconds, metrics.pauses) == (10.0, 10.0)
-    first_values = [first_line[name] for name in ("step", "loss", "learning_rate", "save_wait")]
-    assert first_values == [0, None, 1e-4, 0.0]
+    first_values = [first_line[name] for name in ("step", "loss", "learning_rate")]
+    assert first_values == [0, None, 1e-4]
     assert (line["step"], line["tokens"], line["loss"], line["val_loss"]) == (5, 5 * tokens, 2.0, 3.0)
     assert (line["grad_norm"], line["learning_rate"], line["skipped_steps"]) == (0.5, 5e-4, 2)
     assert line["mfu"] == line["tokens_per_second"] * flops_per_token(config.model, config.data.sequence_length) / 1e6
     assert (line["tokens_per_second"], line["seconds"], line["data_wait"]) == (tokens / 2.0, 10.0, 0.05)
-    assert line["save_wait"] == 0.5
 
     resumed_metrics = Metrics(config, strategy, batches, 5)
     resumed_metrics.load_state_dict(state)

@@ -157,15 +157,17 @@ def test_a_disk_that_is_too_small_for_a_checkpoint_is_noted(monkeypatch, tmp_pat
 def test_the_closing_panel(whole_run, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     config = parse_config(["--config=gpt2", "--max_steps=19073", "--output_dir=a run"])
-    metrics = SimpleNamespace(seconds=5720.0, pauses=280.0, val_losses={250: 3.1234, 19073: 3.2})
+    metrics, log = SimpleNamespace(seconds=5720.0, pauses=280.0), tmp_path / "a run/metrics.jsonl"
+    log.parent.mkdir()
+    log.write_text('{"step": 250, "val_loss": 3.1234}\n{"step": 19073, "val_loss": 3.2}\n')
     assert list(summary.outcome(config, metrics, 3.2))[:3] == [
         "done       10 B tokens in 19,073 steps; validation loss 3.2000",
         "best       validation loss 3.1234 at step 250 (not saved)",
         "took       1 h 35 min of training, 1,748,207 tokens/s; 4 min 40 s more for validation, saving and the like",
     ]
-    (tmp_path / "a run/step_00000250").mkdir(parents=True)
+    (tmp_path / "a run/step_00000250").mkdir()
     assert list(summary.outcome(config, metrics, 3.2))[1] == "best       validation loss 3.1234 at step 250"
-    metrics.val_losses = {19073: 3.2}
+    log.unlink()
     report_line = list(summary.outcome(config, metrics, 3.2))[-2]
     assert report_line.startswith(f"  make -C {ROOT} report RUN=")
     commands = subprocess.check_output(["sh", "-c", f"{report_line} -n -o .venv/installed"], text=True)
