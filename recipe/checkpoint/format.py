@@ -156,10 +156,7 @@ def protect(checkpoint: Path) -> None:
 def sweep(run_dir: Path) -> None:
     """Deletes what interrupted saves and deletions left behind."""
     for path in [*run_dir.glob(f"{_DELETING}*"), *run_dir.glob(f"{_SAVING}*")]:
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def checkpoint_path(run_dir: Path, step: int) -> Path:
@@ -207,31 +204,25 @@ def newest_intact(run_dir: Path, *, locked: bool = False, to_resume: bool = True
     """The newest checkpoint that `verify` finds intact; None if there is none at all. Damaged ones are skipped with a
     warning and, if this process has `locked` the run, renamed, so that `save_total_limit` does not count them. Raises
     UserError if one cannot be read, which may be temporary, or if all are damaged: only the user may start over."""
-    while paths := checkpoints(run_dir):
-        newest_problem = ""
-        for path in reversed(paths):
-            try:
-                problems = verify(path, to_resume=to_resume)
-            except OSError as error:
-                raise UserError(
-                    f"{path} cannot be read: {error.strerror}; try again, or move it out of {run_dir} to continue from "
-                    "an earlier one"
-                ) from None
-            if not os.path.lexists(path):  # pruned meanwhile, so there is a newer one
-                break
-            if not problems:
-                for damaged_path in paths[paths.index(path) + 1 :] if locked else []:
-                    new_path = damaged_path.with_name(f"damaged_{damaged_path.name}")
-                    shutil.rmtree(new_path, ignore_errors=True)
-                    logger.warning("damaged    %s is kept as %s", damaged_path, damaged_path.rename(new_path).name)
-                return path
-            logger.warning("skipping %s: %s", path, problems[0])
-            newest_problem = newest_problem or f"{path.name}: {problems[0]}"
-        else:
-            way_out = "; --fresh moves them aside and starts over" if to_resume else ""
-            raise UserError(
-                f"{run_dir}: none of its {len(paths)} checkpoints is intact{way_out}. The newest is {newest_problem}"
-            )
+    paths, newest_problem = checkpoints(run_dir), ""
+    for path in reversed(paths):
+        with reading(path, f"try again, or move it out of {run_dir} to continue from an earlier one"):
+            problems = verify(path, to_resume=to_resume)
+        if not os.path.lexists(path):  # pruned meanwhile, so there is a newer one
+            return newest_intact(run_dir, locked=locked, to_resume=to_resume)
+        if not problems:
+            for damaged_path in paths[paths.index(path) + 1 :] if locked else []:
+                new_path = damaged_path.with_name(f"damaged_{damaged_path.name}")
+                shutil.rmtree(new_path, ignore_errors=True)
+                logger.warning("damaged    %s is kept as %s", damaged_path, damaged_path.rename(new_path).name)
+            return path
+        logger.warning("skipping %s: %s", path, problems[0])
+        newest_problem = newest_problem or f"{path.name}: {problems[0]}"
+    if paths:
+        way_out = "; --fresh moves them aside and starts over" if to_resume else ""
+        raise UserError(
+            f"{run_dir}: none of its {len(paths)} checkpoints is intact{way_out}. The newest is {newest_problem}"
+        )
     return None
 
 
