@@ -62,7 +62,6 @@ class Evaluator:
             raise UserError(f"the validation loss at step {step} is {val_loss}: the model has diverged. {WAY_OUT}")
         columns = {"val_loss": val_loss}
         if len(parts) > 1:
-            columns |= {f"share/{name}": share for name, share, _ in parts}
             columns |= {f"val_loss/{name}": loss for name, loss in losses.items()}
             text = ", ".join(f"{name} {loss:.4f}" for name, loss in losses.items())
             logger.info("step %d: validation loss %.4f (%s)", step, val_loss, text)

@@ -119,7 +119,6 @@ def test_a_run_records_shares_and_losses_of_its_data_sets(mixed_run, tmp_path):
             losses = [line[f"val_loss/{name}"] for name in "abc"]
             assert line["val_loss"] == pytest.approx(np.dot([0.5, 0.1, 0.4], losses), rel=1e-12)
             assert len(set(losses)) == 3
-            assert [line[f"share/{name}"] for name in "abc"] == [0.5, 0.1, 0.4]
     assert "val_loss/a" not in by_step(run)[5]
     line = by_step(run)[20]
     assert f"validation loss {line['val_loss']:.4f} (a {line['val_loss/a']:.4f}, b {line['val_loss/b']:.4f}" in output
