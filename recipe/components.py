@@ -1,7 +1,7 @@
 """The components of the training loop: built, restored from a checkpoint, and closed."""
 
 import logging
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from recipe.checkpoint.format import Checkpoint, load_checkpoint, newest_state, state_of
+from recipe.checkpoint.format import Checkpoint, load_checkpoint, newest_state
 from recipe.checkpoint.manager import CheckpointManager
 from recipe.checkpoint.provenance import code_sha256
 from recipe.checkpoint.run_dir import check_same_run, continue_from, run_directory, set_aside
@@ -148,11 +148,10 @@ def check_initial_weights(config: Config, processes: Processes) -> None:
 
 
 def check_inputs(config: Config, batch: BatchPlan, processes: Processes) -> None:
-    """Raises UserError, on all processes, if the run could not open its data, `init_from` or its directory. What is on
-    the Hub is not checked without a network. A collective call."""
+    """Raises UserError, on all processes, if the run could not open its data or `init_from`. What is on the Hub is not
+    checked without a network. A collective call."""
     steps = 0 if config.undecided else config.optimizer.max_steps
-    data_checks = [partial(check_dataset, entry, batch, steps) for entry in data_sets(config.data)]
-    checks = [*data_checks, partial(_check_run_directory, config)]
+    checks: list[Callable[[], None]] = [partial(check_dataset, entry, batch, steps) for entry in data_sets(config.data)]
     if config.run.dry_run:  # else check_initial_weights has done it
         checks.append(partial(check_init_from, config))
     with processes.shared_error("the inputs cannot be read"):
@@ -163,37 +162,19 @@ def check_inputs(config: Config, batch: BatchPlan, processes: Processes) -> None
                 logger.warning("note       not checked: %s", error)
 
 
-def _check_run_directory(config: Config) -> None:
-    """Logs the checkpoint from which the run would continue. Raises UserError if it could not. Does nothing with
-    `fresh`, or in a dry run for other devices, which may have another disk."""
-    if config.run.fresh or config.run.plan_device:
-        return
-    run_dir, flat = Path(config.run.output_dir), redacted(config.flat())
-    path, is_rewound = continue_from(run_dir, flat)
-    if path is None:
-        return
-    state = state_of(path)
-    check_same_run(state, flat, open_tokenizer(config.data.tokenizer), run_dir)
-    if state["step"] < config.optimizer.max_steps:
-        note = ", before the decay; newer checkpoints would be set aside" if is_rewound else ""
-        logger.info("resume     would continue from step %d (%s)%s", state["step"], path, note)
-    else:
-        _check_data_of_finished_run(config, state)
-        logger.info(_COMPLETE, path)
-
-
 @contextmanager
 def open_run_directory(config: Config, processes: Processes) -> Generator[tuple[int, Checkpoint | None], None, None]:
-    """The descriptor of the run's directory, which the main process locks, and the checkpoint in it from which the run
-    continues, which the main process chooses and verifies for all. A collective call. Raises UserError, on all
-    processes."""
+    """The descriptor of the run's directory, which the main process locks unless it is a dry run, and the checkpoint in
+    it from which the run continues, which the main process chooses and verifies for all. A collective call. Raises
+    UserError, on all processes."""
     run_dir, flat = Path(config.run.output_dir), redacted(config.flat())
     with ExitStack() as stack:
-        descriptor, path = -1, None  # on the other processes
+        descriptor, path = -1, None  # on the other processes, and in a dry run
         with processes.shared_error("the run's directory cannot be opened"):
             if processes.is_main:
-                descriptor = stack.enter_context(run_directory(run_dir, fresh=config.run.fresh))
-                path, _ = continue_from(run_dir, flat, locked=True)
+                if not config.run.dry_run:
+                    descriptor = stack.enter_context(run_directory(run_dir, fresh=config.run.fresh))
+                path = continue_from(run_dir, flat, locked=not config.run.dry_run)
         path = processes.broadcast_object(path)
         if path is None:
             yield descriptor, None

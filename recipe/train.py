@@ -87,6 +87,9 @@ def run(config: Config, strategy: Strategy) -> ExitCode:
     if config.run.dry_run or config.run.fresh:  # before --fresh moves an earlier run
         check_inputs(config, batch, processes)
     if config.run.dry_run:
+        if not (config.run.fresh or config.run.plan_device):  # other devices may have another disk
+            with open_run_directory(config, processes) as (_, checkpoint):
+                is_complete(config, processes, checkpoint)
         return ExitCode.DONE
     if config.run.max_hours:
         stop.stop_after(config.run.max_hours)

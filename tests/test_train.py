@@ -336,7 +336,7 @@ def test_a_dry_run_for_other_devices_checks_the_inputs(
     ("fields", "code", "output"),
     [
         ({"learning_rate": 5e-3}, 0, "finished .*: nothing was trained; "),
-        ({"max_steps": 30}, 0, "resume +would continue from step 20 "),
+        ({"max_steps": 30}, 0, "resume +from step 20 "),
         ({"seed": 2}, 2, "holds a run with other settings: seed "),
         ({"seed": 2, "fresh": "true"}, 0, "validation"),
     ],

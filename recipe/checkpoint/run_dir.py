@@ -111,22 +111,22 @@ def _check_free(run_dir: Path) -> None:
         )
 
 
-def continue_from(run_dir: Path, config: dict, *, locked: bool = False) -> tuple[Path | None, bool]:
-    """The checkpoint from which a run with `config` (a flat dict) resumes, with every byte verified, or None; and
-    whether newer, decayed checkpoints exist. It is the newest one or, if max_steps was raised after wsd's decay began,
-    the last one before the decay. `locked` and errors are those of `newest_intact`; also raises OSError."""
+def continue_from(run_dir: Path, config: dict, *, locked: bool = False) -> Path | None:
+    """The checkpoint from which a run with `config` (a flat dict) resumes, with every byte verified, or None. It is the
+    newest one or, if max_steps was raised after wsd's decay began, the last one before the decay. `locked` and errors
+    are those of `newest_intact`; also raises OSError."""
     newest = newest_intact(run_dir, locked=locked)
     if newest is None or config["lr_scheduler_type"] != "wsd":
-        return newest, False
+        return newest
     saved_optimizer = _optimizer_config(state_of(newest)["config"])
     decay_start = saved_optimizer.decay_start
     if not 0 < decay_start < step_of(newest) or config["max_steps"] <= saved_optimizer.max_steps:
-        return newest, False
+        return newest
     path = checkpoint_path(run_dir, decay_start)
     if problems := verify(path):
         logger.warning("decayed    %s, the last checkpoint before the decay, cannot be used: %s", path, problems[0])
-        return newest, False
-    return path, True
+        return newest
+    return path
 
 
 # Fields that identify a run: with another value, the same step would mean other weights or other data. The path of the
