@@ -11,7 +11,7 @@ import numpy as np
 from eval.common import read_results
 from eval.published import HELLASWAG_ROWS, SIZES
 from eval.scores import all_scores, table_row
-from recipe.utils.checkpoints import checkpoints, comparable_from, read_metrics, step_of
+from recipe.utils.checkpoints import checkpoints, read_metrics, step_of
 from recipe.utils.errors import UserError, reading
 
 REFERENCES = Path(__file__).resolve().parent / "references"
@@ -43,7 +43,6 @@ class Run:
         data: the configured data set or mixture, in words.
         engine: the hardware and engine, in words; empty before the first checkpoint.
         dataset: the name in DATASETS of the text that it trains and validates on; empty for any other.
-        comparable_from: the first step whose validation loss is over the same tokens as the newest.
         scores: step -> that checkpoint's results.json as rows of `table_row`; empty if nothing was measured.
     """
 
@@ -54,7 +53,6 @@ class Run:
     engine: str
     data: str
     dataset: str
-    comparable_from: int
     scores: dict[int, list]
 
     def series(self, name: str, x: str = "tokens") -> tuple[np.ndarray, np.ndarray]:
@@ -104,7 +102,7 @@ def read_run(path: str | Path) -> Run:
     records = [line for line in lines if all(_is_number(line.get(name)) for name in ("step", "tokens", "seconds"))]
     if not records:
         raise UserError(f"run {path}: metrics.jsonl has no complete line yet. Wait for the first logged step")
-    scores, description, checkpoint_dirs = {}, ({}, "", "", "", 0), checkpoints(directory)
+    scores, description, checkpoint_dirs = {}, ({}, "", "", ""), checkpoints(directory)
     for path in checkpoint_dirs:
         with reading(path / "results.json", "move it away and evaluate again"):
             scores[step_of(path)] = [table_row(score) for score in all_scores(read_results(path / "results.json"))]
@@ -114,13 +112,12 @@ def read_run(path: str | Path) -> Run:
     return Run(directory.resolve().name, directory, records, *description, scores)
 
 
-def _describe(state: dict) -> tuple[dict, str, str, str, int]:
-    """The config, engine, data, dataset and comparable_from of a Run, from a trainer_state.json, which may be
-    damaged."""
+def _describe(state: dict) -> tuple[dict, str, str, str]:
+    """The config, engine, data and dataset of a Run, from a trainer_state.json, which may be damaged."""
     config, engine, data = state["config"], state["engine"], state["config"]["dataset_name"]
     if isinstance(data, list):  # a mixture
         data = ", ".join(f"{part['weight']:.1%} {part['name']}" for part in data)
-    return config, str(engine), str(data), dataset_of(config, state["about"]), comparable_from(state["about"])
+    return config, str(engine), str(data), dataset_of(config, state["about"])
 
 
 def _is_number(value) -> TypeGuard[float]:

@@ -39,7 +39,7 @@ def diagnose(run: Run, references: list[Reference]) -> list[Finding]:
     """All findings about a run, the comparison with its reference first."""
     findings = [*_learning(run), *_rise(run)]
     if not any(finding.kind == "bad" for finding in findings):
-        is_validated, is_long = len(_comparable(run)[0]) >= 3, len(run.series("loss")[0]) >= MIN_LINES
+        is_validated, is_long = len(run.series("val_loss")[0]) >= 3, len(run.series("loss")[0]) >= MIN_LINES
         checks = [*["First loss"] * (_first_loss(run) is not None), "skipped steps", *["overfitting"] * is_validated]
         checks += ["divergence"] * (is_validated or is_long)
         checked = ", ".join(checks)
@@ -119,16 +119,9 @@ def _learning(run: Run) -> Iterator[Finding]:
         yield Finding(kind, text + "If there are many, lower learning_rate or use a precision other than fp16.")
 
 
-def _comparable(run: Run) -> tuple[np.ndarray, np.ndarray]:
-    """(tokens, validation loss), (n,) each, over the same tokens as the newest."""
-    x, val = run.series("val_loss")
-    is_comparable = run.series("val_loss", "step")[0] >= run.comparable_from
-    return x[is_comparable], val[is_comparable]
-
-
 def _rise(run: Run) -> Iterator[Finding]:
     """Overfitting or divergence: the validation loss has risen above its own minimum, or the training loss has."""
-    x, val = _comparable(run)
+    x, val = run.series("val_loss")
     tokens, loss = run.series("loss")
     if len(x) < 3 or val[-1] - val.min() <= MAX_RISE:
         medians = [np.median(part) for part in np.array_split(loss, 10)] if len(loss) >= MIN_LINES else [0]

@@ -56,25 +56,9 @@ def read_metrics(path: Path) -> list[dict]:
 
 
 def val_losses(run: Path) -> dict[int, float]:
-    """{step: validation loss} from a run's metrics.jsonl, if measured and finite; without those over other tokens than
-    the newest, once there are others. Raises UserError."""
-    first, paths = 0, checkpoints(run)
-    with suppress(OSError, ValueError, LookupError, TypeError, AttributeError):  # reported where it is needed
-        first = comparable_from(json.loads((paths[-1] / "trainer_state.json").read_bytes())["about"]) if paths else 0
-    records = [record for record in read_metrics(run / "metrics.jsonl") if record.get("val_loss") is not None]
-    losses = {record["step"]: record["val_loss"] for record in records}
-    return {step: loss for step, loss in losses.items() if step >= first} or losses
-
-
-def comparable_from(parts: list[dict]) -> int:
-    """The first step whose validation loss is over the same tokens as the newest, by the parts of a run in its trainer
-    state: a resume may have changed val_data or eval_tokens."""
-    configs = [part.get("config", {}) for part in parts]
-    tokens = [(config.get("val_data"), config.get("eval_tokens")) for config in configs]
-    first = len(parts) - 1
-    while first and tokens[first - 1] == tokens[-1]:
-        first -= 1
-    return parts[first]["from_step"] + 1 if first else 0
+    """{step: validation loss} from a run's metrics.jsonl, if measured and finite. Raises UserError."""
+    records = read_metrics(run / "metrics.jsonl")
+    return {record["step"]: record["val_loss"] for record in records if record.get("val_loss") is not None}
 
 
 def manifest_of(checkpoint: Path) -> dict[str, tuple[int, str]]:

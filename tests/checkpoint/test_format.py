@@ -15,7 +15,6 @@ from recipe.checkpoint import format as ckpt
 from recipe.checkpoint.__main__ import main
 from recipe.checkpoint.format import checkpoints, newest_intact, prune, verify
 from recipe.config import Config, parse_config
-from recipe.utils.checkpoints import val_losses
 from recipe.utils.errors import UserError
 from tests.checkpoint import save
 from tests.conftest import flags
@@ -123,17 +122,6 @@ def test_pruning_keeps_the_newest_the_milestones_and_the_best(tmp_path):
     assert steps_in(tmp_path) == [2, 3, 6]
     prune(tmp_path, 6, config_keeping(1), losses | {6: 2.0})
     assert steps_in(tmp_path) == [3, 6]  # 3 was a milestone once
-
-
-def test_validation_losses_over_other_tokens_count_until_there_are_new_ones(tmp_path):
-    """Else a save right after the change would delete the best checkpoint."""
-    lines = [{"step": 10, "val_loss": 3.0}, {"step": 20, "val_loss": 4.0}]
-    parts = [{"from_step": 0, "config": {"val_data": "a/*.bin"}}, {"from_step": 20, "config": {"val_data": "b/*.bin"}}]
-    save(tmp_path, 30, about=parts)
-    for line, losses in (({"step": 30}, {10: 3.0, 20: 4.0}), ({"step": 40, "val_loss": 9.0}, {40: 9.0})):
-        lines.append(line)
-        (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-        assert val_losses(tmp_path) == losses
 
 
 def test_a_damaged_checkpoint_does_not_count_toward_save_total_limit(tmp_path):

@@ -314,16 +314,6 @@ def test_problems_are_found_without_a_reference(damage, kind, sentence, tmp_path
     assert [finding.kind for finding in findings if re.search(sentence, finding.text)] == [kind], findings
 
 
-@pytest.mark.parametrize(("val_data", "kind"), [("easy", "bad"), ("hard", "good")])
-def test_losses_over_other_validation_data_are_no_rise(val_data, kind, tmp_path):
-    """They are higher from step 400 on, where the run was resumed."""
-    lines = lines_of()
-    changed("val_loss", lambda loss: loss + 3 * (loss < 10), [line["step"] >= 400 for line in lines].index(True))(lines)
-    parts = [{"from_step": 0, "config": {"val_data": "easy"}}, {"from_step": 400, "config": {"val_data": val_data}}]
-    run = write_run(tmp_path / "run", lines, config_of(n_layer=5), about=[SHIPPED[0] | part for part in parts])
-    assert [finding.kind for finding in diagnosed(run)] == ["note", kind]
-
-
 # Runs and references
 
 
