@@ -43,7 +43,7 @@ from recipe.engine.strategy import Strategy
 from recipe.estimate.fused_loss import fused_loss
 from recipe.estimate.micro_batch import micro_batch
 from recipe.hub.upload import Uploads, open_uploads
-from recipe.monitor.summary import announce, summarize
+from recipe.monitor.summary import describe, summarize
 from recipe.monitor.trackers import check_tracker
 from recipe.optim.schedule import set_lr
 from recipe.utils.errors import ExitCode, UserError
@@ -83,7 +83,8 @@ def run(config: Config, strategy: Strategy) -> ExitCode:
     config, loss_line = fused_loss(config, strategy)
     config, micro_batch_line = micro_batch(config, strategy)
     batch = batch_arithmetic(config, processes.world_size, strategy.device.count)
-    announce(config, batch, strategy, [loss_line, micro_batch_line])
+    for line in describe(config, batch, strategy, [loss_line, micro_batch_line]):
+        logger.info(line)
     if config.run.dry_run or config.run.fresh:  # before --fresh moves an earlier run
         check_inputs(config, batch, processes)
     if config.run.dry_run:

@@ -33,14 +33,9 @@ from recipe.utils.units import duration, gb, plural, si
 logger = logging.getLogger(__name__)
 
 
-def announce(config: Config, batch: BatchPlan, strategy: Strategy, auto_lines: Sequence[str]) -> None:
-    """Logs the opening panel; `auto_lines`, of which some may be empty, explain the fields that were `auto`."""
-    for line in describe(config, batch, strategy, auto_lines):
-        logger.info(line)
-
-
 def describe(config: Config, batch: BatchPlan, strategy: Strategy, auto_lines: Sequence[str]) -> Iterator[str]:
-    """The lines of the opening panel for these devices; `auto_lines` as for `announce`."""
+    """The lines of the opening panel for these devices; `auto_lines`, of which some may be empty, explain the fields
+    that were `auto`."""
     yield f"run        {config.run.run_name} ({config.run.config})"
     yield from _mixture(config)
     yield _model(config)
