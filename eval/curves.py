@@ -40,9 +40,8 @@ class Run:
     Attributes:
         records: the lines of metrics.jsonl in order of their steps, one per step.
         config: the newest checkpoint's configuration, flat; empty before the first checkpoint.
-        data: the configured data set or mixture, in words.
         engine: the hardware and engine, in words; empty before the first checkpoint.
-        dataset: the name in DATASETS of the text that it trains and validates on; empty for any other.
+        about: the parts of the run, by the newest checkpoint.
         scores: step -> that checkpoint's results.json as rows of `table_row`; empty if nothing was measured.
     """
 
@@ -51,8 +50,7 @@ class Run:
     records: list[dict]
     config: dict
     engine: str
-    data: str
-    dataset: str
+    about: list[dict]
     scores: dict[int, list]
 
     def series(self, name: str, x: str = "tokens") -> tuple[np.ndarray, np.ndarray]:
@@ -80,6 +78,24 @@ class Run:
         return [(record["step"], str(record["sample"])) for record in self.records if record.get("sample")]
 
     @property
+    def data(self) -> str:
+        """The configured data set or mixture, in words."""
+        data = self.config.get("dataset_name", "")
+        return data if isinstance(data, str) else ", ".join(f"{part['weight']:.1%} {part['name']}" for part in data)
+
+    @property
+    def dataset(self) -> str:
+        """The name in DATASETS of the text that the run trains and validates on. Empty for any other text, for shards
+        whose text neither a manifest nor dataset_source names, and for tokenizers other than GPT-2's."""
+        # All parts of a run read the same shards, so parts that name only the shards are ignored.
+        sources = [part["data"] for part in self.about if part["data"].keys() != {"shards"}]
+        names = {_known_text(source) for source in sources}
+        names_shard_text = any("shards" in source for source in sources)
+        tokenizer = self.config.get("tokenizer", "gpt2")
+        is_unknown = (self.config.get("val_data") and not names_shard_text) or tokenizer != "gpt2"
+        return names.pop() if len(names) == 1 and not is_unknown else ""
+
+    @property
     def size(self) -> str:
         """124M, 350M, 774M, 1558M; empty for other shapes."""
         return SIZES.get((self.config.get("n_layer"), self.config.get("n_embd")), "")
@@ -102,38 +118,19 @@ def read_run(path: str | Path) -> Run:
     records = [line for line in lines if all(_is_number(line.get(name)) for name in ("step", "tokens", "seconds"))]
     if not records:
         raise UserError(f"run {path}: metrics.jsonl has no complete line yet. Wait for the first logged step")
-    scores, description, checkpoint_dirs = {}, ({}, "", "", ""), checkpoints(directory)
+    scores, config, engine, about, checkpoint_dirs = {}, {}, "", [], checkpoints(directory)
     for path in checkpoint_dirs:
         with reading(path / "results.json", "move it away and evaluate again"):
             scores[step_of(path)] = [table_row(score) for score in all_scores(read_results(path / "results.json"))]
     if checkpoint_dirs:
         with reading(checkpoint_dirs[-1] / "trainer_state.json", "move that checkpoint away"):
-            description = _describe(json.loads((checkpoint_dirs[-1] / "trainer_state.json").read_text()))
-    return Run(directory.resolve().name, directory, records, *description, scores)
-
-
-def _describe(state: dict) -> tuple[dict, str, str, str]:
-    """The config, engine, data and dataset of a Run, from a trainer_state.json, which may be damaged."""
-    config, engine, data = state["config"], state["engine"], state["config"]["dataset_name"]
-    if isinstance(data, list):  # a mixture
-        data = ", ".join(f"{part['weight']:.1%} {part['name']}" for part in data)
-    return config, str(engine), str(data), dataset_of(config, state["about"])
+            state = json.loads((checkpoint_dirs[-1] / "trainer_state.json").read_text())
+            config, engine, about = (state[name] for name in ("config", "engine", "about"))
+    return Run(directory.resolve().name, directory, records, config, engine, about, scores)
 
 
 def _is_number(value) -> TypeGuard[float]:
     return isinstance(value, int | float) and math.isfinite(value)
-
-
-def dataset_of(config: dict, about: list[dict]) -> str:
-    """The name in DATASETS of the text that a run trains and validates on, by `about` of its trainer_state.json. Empty
-    for any other text, for shards whose text neither a manifest nor dataset_source names, and for tokenizers other than
-    GPT-2's."""
-    # All parts of a run read the same shards, so parts that name only the shards are ignored.
-    sources = [part["data"] for part in about if part["data"].keys() != {"shards"}]
-    names = {_known_text(source) for source in sources}
-    names_shard_text = any("shards" in source for source in sources)
-    is_unknown = (config["val_data"] and not names_shard_text) or config.get("tokenizer", "gpt2") != "gpt2"
-    return names.pop() if len(names) == 1 and not is_unknown else ""
 
 
 def _known_text(source: dict) -> str:
