@@ -73,18 +73,19 @@ class Loaded:
 
 
 def parser(description: str, *, batch_size: int | None = None, batch_unit: str = "") -> argparse.ArgumentParser:
-    """A parser of the arguments that the commands share. `batch_size` is the default, in `batch_unit`."""
+    """A parser of the arguments that the commands share. `batch_size` is the default, in `batch_unit`, of those that
+    write results."""
     result = ArgumentParser(description=description)
     result.add_argument("model", nargs="?", help="checkpoint, run directory or Hub id (default: the newest run)")
     result.add_argument("--device", default="auto", choices=["auto", "cuda", "tpu", "mps", "cpu"])
     result.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])
     if batch_size:
         result.add_argument("--batch_size", type=positive_int, default=batch_size, help=f"{batch_unit} a forward pass")
-    result.add_argument(
-        "--output",
-        type=Path,
-        help="JSON file to merge results into (default: MODEL/results.json, or ./results.json for a Hub id)",
-    )
+        result.add_argument(
+            "--output",
+            type=Path,
+            help="JSON file to merge results into (default: MODEL/results.json, or ./results.json for a Hub id)",
+        )
     return result
 
 

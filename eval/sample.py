@@ -88,22 +88,17 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    """Prints and writes samples, or starts the interactive loop. Raises UserError."""
+    """Prints samples, or starts the interactive loop. Raises UserError."""
     args = arguments().parse_args()
     if args.temperature < 0 or args.top_k < 0 or not 0 < args.top_p <= 1:
         raise common.UserError("--temperature and --top_k must not be negative, and --top_p must lie in (0, 1]")
-    if args.interactive and (args.prompt is not None or args.output):
-        conflicting_flag = "output" if args.output else "prompt"
-        raise common.UserError(f"--interactive reads its prompts and writes no results: remove --{conflicting_flag}")
+    if args.interactive and args.prompt is not None:
+        raise common.UserError("--interactive reads its prompts: remove --prompt")
     loaded = common.load(args)
     if args.interactive:
         interact(loaded, args)
-        return
-    output = common.results_path(args.output, loaded)
-    prompt = "The" if args.prompt is None else args.prompt
-    texts = generate(loaded, prompt, args)
-    settings = {flag: getattr(args, flag) for flag in ("max_new_tokens", "temperature", "top_k", "top_p", "seed")}
-    common.write_results(output, "sample", loaded.describe() | {"prompt": prompt} | settings | {"texts": texts})
+    else:
+        generate(loaded, "The" if args.prompt is None else args.prompt, args)
 
 
 if __name__ == "__main__":

@@ -265,11 +265,12 @@ def test_interactive_continues_what_is_piped_in(loaded, model_dir, command, tmp_
     assert not list(tmp_path.iterdir())
 
 
-def test_bytes_of_a_prompt_that_are_not_utf8_are_replaced(model_dir, command, tmp_path):
+def test_bytes_of_a_prompt_that_are_not_utf8_are_replaced(model_dir, command, tmp_path, capsys):
     prompt, output = os.fsdecode(b"caf\xe9"), tmp_path / "results.json"
-    command(sample, model_dir, "--prompt", prompt, "--max_new_tokens", 2, "--output", output)
+    command(sample, model_dir, "--prompt", prompt, "--max_new_tokens", 2)
+    assert "\ncaf\ufffd" in capsys.readouterr().out
     command(compare, model_dir, "--other", model_dir, "--prompt", prompt, "--limit", 1, "--output", output)
-    assert [result["prompt"] for result in json.loads(output.read_text()).values()] == ["caf\ufffd"] * 2
+    assert json.loads(output.read_text())["compare"]["prompt"] == "caf\ufffd"
 
 
 # Finding models, results, errors
@@ -387,7 +388,7 @@ def test_a_file_of_something_else_is_not_overwritten_with_results(tmp_path):
     path = tmp_path / "results.json"
     path.write_text("[1, 2]")
     with pytest.raises(common.UserError, match="not a JSON object"):
-        common.write_results(path, "sample", {})
+        common.write_results(path, "perplexity", {})
     assert path.read_text() == "[1, 2]"
 
 
@@ -413,7 +414,8 @@ def test_an_interrupt_and_out_of_memory_print_no_traceback(error, code, message,
         (perplexity, ["MODEL"], "--data DIR"),
         (perplexity, ["MODEL", "--sequence_length", "65"], "must be from 2 to 64"),
         (sample, ["MODEL", "--top_p", "0"], "--top_p"),
-        (sample, ["MODEL", "--output", "absent/results.json"], "absent: not a directory"),
+        (sample, ["MODEL", "--output", "results.json"], "--output"),
+        (hellaswag, ["MODEL", "--output", "absent/results.json"], "absent: not a directory"),
     ],
 )
 def test_wrong_arguments_exit_2(module, arguments, message, model_dir, command, capsys):

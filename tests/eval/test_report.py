@@ -151,7 +151,7 @@ def test_hellaswag_beside_openais(tmp_path):
 def test_the_page_is_self_contained_and_has_no_active_content(tmp_path, monkeypatch, capsys):
     hostile = '"><script src=https://example.org/x.js></script>'
     scores = [score(text_dataset(hostile), ("loss", "loss, nats per token"), 4.25, "by hand")]
-    results = {"perplexity": {"scores": scores}, "sample": {"texts": ["a text"]}}
+    results = {"perplexity": {"scores": scores}}
     lines = lines_of()
     lines[-1] |= {"hellaswag_llmc_acc_norm": 0.3, "hellaswag_lmeval_acc_norm": 0.31, "sample": f"Hark, {hostile}"}
     run = write_run(tmp_path / "<b>run", lines, config_of(run_name=hostile, hellaswag_limit=100), results)
@@ -162,7 +162,7 @@ def test_the_page_is_self_contained_and_has_no_active_content(tmp_path, monkeypa
     assert not {tag for tag, _ in tags} & {"script", "link", "iframe", "object", "base", "b>run"}
     assert not [attributes for _, attributes in tags if re.search(r"\s(on\w+|href)=", attributes)]
     assert all(a.count('src="') == a.count('src="data:image/png;base64,') for _, a in tags)
-    assert not re.search(r"url\(|@import|a text", text)
+    assert not re.search(r"url\(|@import", text)
     for expected in (
         "&lt;b&gt;run",
         "0.3000 ± 0.0898 (100 rows)",

@@ -9,22 +9,34 @@ import pytest
 from tests.tpu.conftest import train
 
 
-@pytest.mark.parametrize(
-    ("command", "options"),
-    [
-        ("perplexity", ["--limit_windows", "8"]),
-        ("hellaswag", ["--limit", "8"]),
-        ("sample", ["--prompt", "The king", "--temperature", "0", "--max_new_tokens", "4"]),
-    ],
-)
-def test_a_chip_has_the_results_of_the_cpu(shards, once, tmp_path, monkeypatch, command, options):
+@pytest.fixture
+def evaluate(shards, once, monkeypatch):
+    """command, arguments: runs it on a small run."""
     run, _ = once("to-evaluate", lambda run: train(shards, run, "cpu", max_steps=10, warmup_steps=2) and None)
+
+    def call(command: str, *arguments) -> None:
+        monkeypatch.setattr(sys, "argv", [command, str(run), *map(str, arguments)])
+        importlib.import_module(f"eval.{command}").main()
+
+    return call
+
+
+def test_a_chip_draws_the_sample_of_the_cpu(evaluate, capsys):
+    texts = []
+    for device in ("cpu", "tpu"):
+        evaluate("sample", "--prompt", "The king", "--temperature", 0, "--max_new_tokens", 4, "--device", device)
+        texts.append(capsys.readouterr().out.partition("\nThe king")[2])
+    assert texts[0] == texts[1] != ""
+
+
+@pytest.mark.parametrize(
+    ("command", "options"), [("perplexity", ["--limit_windows", 8]), ("hellaswag", ["--limit", 8])]
+)
+def test_a_chip_has_the_results_of_the_cpu(evaluate, tmp_path, command, options):
     results = {}
     for device in ("cpu", "tpu"):
         output = tmp_path / f"{device}.json"
-        words = [command, run, "--device", device, "--output", output, *options]
-        monkeypatch.setattr(sys, "argv", list(map(str, words)))
-        importlib.import_module(f"eval.{command}").main()
+        evaluate(command, "--device", device, "--output", output, *options)
         results[device] = json.loads(output.read_text())[command]
         assert results[device].pop("device") == device
         for name in ("seconds", "scores"):  # scores are the same results, rounded
