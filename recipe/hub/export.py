@@ -12,7 +12,6 @@ import argparse
 import filecmp
 import logging
 import math
-import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -102,9 +101,7 @@ def push(args: argparse.Namespace) -> ExitCode:
     license = "" if args.no_card else args.license or config.get("hub_license", "")
     check_access(args.repo, private, license, "--repo")
     milestone_steps = config.get("milestone_steps", 0)
-    given = [f" --{name}" for name in ("best", "private", "state", "no_card") if getattr(args, name)]
-    options = "".join(given) + (f" --license {shlex.quote(args.license)}" if args.license else "")
-    uploads = Uploads(args.run, args.repo, private, milestone_steps, final, license, not args.no_card, state, options)
+    uploads = Uploads(args.run, args.repo, private, milestone_steps, final, license, not args.no_card, state)
     code = uploads.wait(limit=math.inf)
     if code == ExitCode.DONE:
         logger.info("upload     everything is on the Hub")

@@ -9,7 +9,6 @@ Only huggingface_hub reads the token, from the environment or its token file.
 
 import json
 import logging
-import shlex
 import threading
 import time
 from collections.abc import Callable
@@ -61,7 +60,6 @@ class Uploads:
         license: of the weights, for the model card (empty: the run's hub_license).
         card: whether to upload a model card with the weights; it replaces one that differs.
         state: whether to upload the optimizer state and metrics.jsonl too.
-        options: of the command that uploads the same later.
     """
 
     run: Path
@@ -72,7 +70,6 @@ class Uploads:
     license: str = ""
     card: bool = True
     state: bool = False
-    options: str = ""
 
     def __post_init__(self):
         self.accepted: dict[str, bool] = {}  # by branch: True if it is on the Hub, False if it was refused
@@ -155,8 +152,7 @@ class Uploads:
             time.sleep(0.05)
         if not (names := self._missing()):
             return ExitCode.DONE
-        command = f"python -m recipe.hub.export push {shlex.quote(str(self.run))} --repo {self.repo}{self.options}"
-        way_out = f"; to upload it, run {command}" if self._pending() else ""
+        way_out = "; the same command, without --fresh, uploads the rest" if self._pending() else ""
         logger.warning("upload     not on the Hub: %s%s", some(names), way_out)
         return ExitCode.USER_ERROR if False in self.accepted.values() else ExitCode.RUN_AGAIN
 

@@ -310,12 +310,10 @@ def test_an_unreachable_hub_stops_a_push_but_not_a_training_run(hub, run, caplog
     uploads = upload.open_uploads(config, Processes())
     unreachable = "upload     http://127.0.0.1:9 cannot be used now (ConnectError: "
     assert unreachable in caplog.text
-    options = ("--best", "--private", "--state", "--license", "my own")
-    assert push(run, *options) == 75
+    assert push(run) == 75
     screen = capsys.readouterr().out
     assert unreachable in screen
-    command = f"python -m recipe.hub.export push {run} --repo {REPO} --best --private --state --license 'my own'"
-    assert f"; to upload it, run {command}\n" in screen, "without --private it would be public"
+    assert "upload     not on the Hub: step-000010, step-000020, main; the same command, without --fresh, up" in screen
     assert "s3cret" not in screen + caplog.text
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", hub.url)
     assert uploads.wait() == 0
