@@ -19,7 +19,7 @@ import pytest
 from recipe.config import parse_config
 from recipe.notebooks import session as module
 from tests.canary import WANDB_KEY
-from tests.conftest import ROOT, TINY, by_step, environment, flags, run_train
+from tests.conftest import ROOT, TINY, assert_equal_tensors, by_step, environment, flags, ok, run_train
 from tests.hub import REPO, TOKEN, Hub
 
 NOTEBOOKS = {
@@ -276,25 +276,46 @@ def test_the_run_with_the_newest_checkpoint_is_resumed(session, whole_run, tmp_p
     assert "new run    no checkpoint of it under" in capsys.readouterr().out
 
 
-def test_a_copy_follows_the_run_and_never_holds_half_a_checkpoint(session, whole_run, tmp_path, monkeypatch):
-    run, copy = tmp_path / "run", tmp_path / "drive" / "run"
-    shutil.copytree(whole_run[0], run)
+def contents(run: Path) -> dict[Path, bytes]:
+    files = {path.relative_to(run): path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    return {path: data for path, data in files.items() if not path.parts[0].startswith(".")}
+
+
+def test_a_copy_follows_the_run(session, whole_run, tmp_path, monkeypatch):
+    run, copy = shutil.copytree(whole_run[0], tmp_path / "run"), tmp_path / "drive" / "run"
     session.copy_run(run, copy)
+    assert contents(copy) == contents(run)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "copyfile", None)
+        session.copy_run(run, copy)  # nothing has changed
+    (copy / "step_00000010" / "results.json").write_text("of another run's checkpoint of this step")
+    shutil.rmtree(run / "step_00000020")
+    (run / "step_00000010" / "config.json").write_text("another size")
+    weights = run / "step_00000010" / "model.safetensors"
+    weights.write_bytes(bytes(weights.stat().st_size))
+    os.utime(weights, (later := weights.stat().st_mtime + 10, later))
+    session.copy_run(run, copy)
+    assert contents(copy) == contents(run)
     assert names(copy) == [name for name in names(run) if not name.startswith(".")]
-    (run / "step_00000020").rename(run / "step_00000030")
-    shutil.rmtree(run / "step_00000010")
-    with monkeypatch.context() as patch:  # the session ends during the copy
-        patch.setattr(session.Path, "rename", lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            session.copy_run(run, copy)
-    assert {"step_00000010", "step_00000020"} == {path.name for path in copy.glob("step_*")}
-    (run / "step_00000030" / "manifest.json").write_text("another run's of this step")
-    for _ in range(2):
-        session.copy_run(run, copy)
-        assert [path.name for path in copy.glob("step_*")] == ["step_00000030"]
-        (run / "step_00000030" / "manifest.json").write_text("again another's")
-    assert (copy / "step_00000030" / "manifest.json").read_text() == "again another's"
-    (run / "step_00000030" / "manifest.json").write_text("again another's")
-    (run / "step_00000030" / "results.json").write_text("evaluated after it was copied")
+
+
+def test_a_run_resumes_from_an_interrupted_copy(session, shards, whole_run, tmp_path, monkeypatch):
+    """The weights of the newest checkpoint are incomplete, so that training continues from the one before."""
+    run, copy, copyfile = shutil.copytree(whole_run[0], tmp_path / "run"), tmp_path / "drive" / "run", shutil.copyfile
+    newest = (run / "step_00000020").rename(tmp_path / "newest")
     session.copy_run(run, copy)
-    assert (copy / "step_00000030" / "results.json").read_text() == "evaluated after it was copied"
+    newest.rename(run / "step_00000020")
+
+    def copy_some(source: Path, target: Path) -> None:
+        copyfile(source, target)
+        if source.name == "model.safetensors":
+            os.truncate(target, 1000)
+            raise KeyboardInterrupt  # the session ends
+
+    monkeypatch.setattr(shutil, "copyfile", copy_some)
+    with pytest.raises(KeyboardInterrupt):
+        session.copy_run(run, copy)
+    assert (copy / "step_00000020" / "manifest.json").exists()
+    training = ok(run_train(*flags(**TINY, dropout=0.1, dataset_name=shards, output_dir=copy)))
+    assert "resume     from step 10" in training.stdout
+    assert_equal_tensors(copy / "step_00000020", whole_run[0] / "step_00000020")

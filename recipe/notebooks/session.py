@@ -3,7 +3,6 @@
 A notebook imports this into its own Python, in which nothing of this project is installed: standard library only.
 """
 
-import filecmp
 import os
 import shutil
 import signal
@@ -80,35 +79,20 @@ def restore_run(run_dir: str | Path, search_dir: str | Path) -> None:
 
 
 def copy_run(source: str | Path, target: str | Path) -> None:
-    """Makes `target` a copy of a run. A checkpoint gets its name once it is complete, and checkpoints that the run
-    no longer has are deleted after that: an interrupted copy leaves the previous checkpoints intact."""
+    """Makes `target` a copy of a run: copies what is new or has changed, by size and time, then deletes what the run's
+    checkpoints no longer have. An interrupted copy leaves the previous checkpoints, and an incomplete one, which the
+    training rejects by its manifest."""
     source, target = Path(source), Path(target)
-    incoming = target / ".incoming"
-    for path in source.iterdir():
-        if not path.match(_CHECKPOINTS) and not path.name.startswith("."):
-            _copy_files(path, target / path.name)
-    for path in source.glob(_CHECKPOINTS):
-        results = path / "results.json"  # of evaluations, which the manifest does not list
-        manifests = [parent / path.name / "manifest.json" for parent in (source, target)]  # the checksums of all files
-        if not (all(file.exists() for file in manifests) and filecmp.cmp(*manifests, shallow=False)):
-            for stale_dir in (incoming, target / path.name):
-                shutil.rmtree(stale_dir, ignore_errors=True)
-            _copy_files(path, incoming)
-            incoming.rename(target / path.name)
-        elif results.exists():
-            _copy_files(results, target / path.name / results.name)
-    for path in target.glob(_CHECKPOINTS):
-        if not (source / path.name).exists():
-            shutil.rmtree(path)
-
-
-def _copy_files(source: Path, target: Path) -> None:
-    """Copies a file, or a directory's files, without permissions: Kaggle's inputs are read-only."""
-    for path in [source] if source.is_file() else sorted(source.rglob("*")):
-        if path.is_file():
-            copy = target / path.relative_to(source)
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(path, copy)
+    for path in sorted(source.rglob("*")):
+        copy = target / path.relative_to(source)
+        if path.is_file() and not path.relative_to(source).parts[0].startswith("."):
+            new, old = path.stat(), copy.stat() if copy.exists() else None
+            if not old or old.st_size != new.st_size or old.st_mtime < new.st_mtime:
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(path, copy)  # without permissions: Kaggle's inputs are read-only
+    for path in [*target.glob(_CHECKPOINTS), *target.glob(f"{_CHECKPOINTS}/*")]:
+        if not (source / path.relative_to(target)).exists():
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
 
 def secret(name: str) -> bool:
