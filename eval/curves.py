@@ -120,8 +120,7 @@ def read_run(path: str | Path) -> Run:
         raise UserError(f"run {path}: metrics.jsonl has no complete line yet. Wait for the first logged step")
     scores, config, engine, about, checkpoint_dirs = {}, {}, "", [], checkpoints(directory)
     for path in checkpoint_dirs:
-        with reading(path / "results.json", "move it away and evaluate again"):
-            scores[step_of(path)] = [table_row(score) for score in all_scores(read_results(path / "results.json"))]
+        scores[step_of(path)] = [table_row(score) for score in all_scores(read_results(path / "results.json"))]
     if checkpoint_dirs:
         with reading(checkpoint_dirs[-1] / "trainer_state.json", "move that checkpoint away"):
             state = json.loads((checkpoint_dirs[-1] / "trainer_state.json").read_text())

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
+from eval.common import read_results
 from eval.published import ACCURACIES, HELLASWAG_ROWS
 from eval.scores import all_scores, comparison_row, hellaswag_scores, score, table_row, text_dataset
 from recipe.checkpoint.format import state_of
@@ -19,7 +20,6 @@ from recipe.config.catalog import DATASETS
 from recipe.data.tokenizer import GPT2
 from recipe.estimate.memory import parameter_count
 from recipe.utils.checkpoints import read_metrics
-from recipe.utils.errors import UserError, first_line
 from recipe.utils.redaction import redact, redacted
 from recipe.utils.units import si
 
@@ -34,21 +34,16 @@ def model_card(checkpoint: Path, *, repo: str = "", license: str = "", audit: bo
 
     It shows the evaluations in the checkpoint's results.json and, if the checkpoint is in its run's directory, those in
     the run's metrics.jsonl. `repo` is where the card will be, ORG/NAME on the Hub; `license` overrides the run's
-    hub_license; `audit` states that the optimizer state and metrics.jsonl are uploaded too. Raises UserError for
-    a results.json that eval/ did not write, OSError, and ValueError for other damaged files.
+    hub_license; `audit` states that the optimizer state and metrics.jsonl are uploaded too. Raises UserError if
+    results.json is not a JSON object, OSError, and ValueError for other damaged files.
     """
     state = redacted(state_of(checkpoint))
     config, step, parts, texts = state["config"], state["step"], state["about"], data_sets(state)
     lines = [line for line in read_metrics(checkpoint.resolve().parent / "metrics.jsonl") if line["step"] <= step]
     last_line = next((line for line in reversed(lines) if line["step"] == step), {})
-    path = checkpoint / "results.json"
-    try:
-        results = redacted(json.loads(path.read_text())) if path.is_file() else {}
-        scores = all_scores({"run": {"scores": [*_run_scores(last_line, config, texts)]}} | results)
-        comparison = _comparison(results["compare"]) if "compare" in results else None
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        reason = f"{type(error).__name__}: {first_line(error)}"
-        raise UserError(f"{path} is not what eval/ writes ({reason}); move it away and evaluate again") from None
+    results = redacted(read_results(checkpoint / "results.json"))
+    scores = all_scores({"run": {"scores": [*_run_scores(last_line, config, texts)]}} | results)
+    comparison = _comparison(results["compare"]) if "compare" in results else None
     name = config["run_name"] or repo.rpartition("/")[2] or "model"
     init = parts[0].get("init_from")
     complete = [score for score in scores if score["complete"]]

@@ -15,7 +15,6 @@ from eval.scores import hellaswag_scores, score, text_dataset
 from recipe.config import parse_config
 from recipe.data.tokenizer import GPT2
 from recipe.hub.model_card import model_card
-from recipe.utils.errors import UserError
 from tests import canary
 from tests.conftest import ROOT, flags
 
@@ -170,12 +169,6 @@ def test_a_card_has_no_result_of_another_step_and_no_nan(card):
     scores = [score(ARC, ("accuracy", "acc"), value, "by hand") for value in (math.nan, 0.5)]
     results = {"lm_eval": {"scores": scores}}
     assert [e.metric_value for e in card(lines=[], results=results).data.eval_results] == [0.5]
-
-
-def test_a_results_file_of_another_format_is_refused(card):
-    for results in ([], {"lm_eval": {"scores": [{"metric_value": "high"}]}}):
-        with pytest.raises(UserError, match=r"results\.json is not what eval/ writes .*; move it away"):
-            card(results=results)
 
 
 def test_partial_evaluations_are_not_in_model_index(card):
