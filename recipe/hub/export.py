@@ -9,7 +9,6 @@ of eval/. A push uploads these files, unless the Hub has them; it replaces a REA
 """
 
 import argparse
-import filecmp
 import logging
 import math
 import shutil
@@ -26,33 +25,22 @@ from recipe.hub.model_card import CARD, model_card
 from recipe.hub.upload import Uploads
 from recipe.utils.checkpoints import newest_run, val_losses
 from recipe.utils.errors import ArgumentParser, ExitCode, UserError
-from recipe.utils.files import replace_file
 from recipe.utils.log import set_up_logging
 
 logger = logging.getLogger("recipe.hub.export")  # as a command, __name__ is __main__
 
 
-def export(run: Path, out: Path, *, best: bool = False, license: str = "", force: bool = False) -> Path:
-    """Writes the newest intact checkpoint of `run`, or the `best` one, or `run` itself if it is one, to the directory
-    `out`; returns the checkpoint. `force` replaces the files of an earlier export, and no others, and deletes its
-    results.json if the weights change. Raises UserError."""
-    names = {path.name for path in out.iterdir()} if out.is_dir() else {out.name} if out.exists() else set()
-    is_export = "config.json" in names and "manifest.json" not in names  # checkpoints have a manifest
-    if names and not is_export:  # such as a run, whose name would then stand for these weights, or a README.md of yours
-        raise UserError(f"--out {out} exists and is not an export; name another directory")
-    if names and not force:
-        raise UserError(f"--out {out} exists; replace it with --force (make export ARGS=--force), or name another")
+def export(run: Path, out: Path, *, best: bool = False, license: str = "") -> Path:
+    """Writes the newest intact checkpoint of `run`, or the `best` one, or `run` itself if it is one, to `out`, which is
+    a new or empty directory; returns the checkpoint. Raises UserError."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"--out {out} exists; move it away, or name another directory (make export OUT=NAME)")
     checkpoint = choose(run, best)
     card = model_card(checkpoint, license=license)
     out.mkdir(parents=True, exist_ok=True)
-    weights, results = out / "model.safetensors", out / "results.json"
-    if weights.exists() and results.exists() and not filecmp.cmp(weights, checkpoint / weights.name, shallow=False):
-        results.unlink()
-        logger.info("results    %s is deleted: it belongs to the weights that were there", results)
     for path in files_of(checkpoint):
-        (out / path.name).unlink(missing_ok=True)  # never writes through a link
         shutil.copyfile(path, out / path.name, follow_symlinks=False)
-    replace_file(out / CARD, card.encode())
+    (out / CARD).write_text(card, encoding="utf-8")
     return checkpoint
 
 
@@ -122,7 +110,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _export(args: argparse.Namespace) -> ExitCode:
-    checkpoint = export(args.run, args.out, best=args.best, license=args.license, force=args.force)
+    checkpoint = export(args.run, args.out, best=args.best, license=args.license)
     size = sum(path.stat().st_size for path in args.out.iterdir())
     print(f"exported   {checkpoint} to {args.out}, {size / 1e6:,.1f} MB")
     print(f"load       transformers.AutoModelForCausalLM.from_pretrained({str(args.out)!r})")
@@ -154,8 +142,7 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
         add("--state", action="store_true", help="upload the optimizer state and metrics.jsonl too, for an audit")
         add("--no_card", action="store_true", help="leave README.md on the Hub as it is")
     else:
-        add("--out", type=Path, default=Path("model"), help="directory to write (default: model)")
-        add("--force", action="store_true", help="replace an earlier export in --out")
+        add("--out", type=Path, default=Path("model"), help="new directory to write (default: model)")
     parser.set_defaults(command=push if is_push else _export)
     return parser.parse_args(argv[1:] if is_push else argv)
 

@@ -49,43 +49,20 @@ def test_an_export_is_what_transformers_loads_and_nothing_else(whole_run, tmp_pa
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "run"]
 
 
-def test_a_second_export_to_the_same_directory_needs_force(whole_run, tmp_path, capsys):
-    """--force replaces the files of an export, and no others."""
-    run, out = whole_run[0], tmp_path / "out"
-    assert export.main([str(run), "--out", str(out)]) == 0
-    (out / "thesis.tex").write_text("of mine")
-    assert export.main([str(run), "--out", str(out)]) == 2
-    assert f"--out {out} exists; replace it with --force (make export ARGS=--force)" in capsys.readouterr().err
-    assert export.main([str(run), "--out", str(out), "--best", "--force"]) == 0
-    assert {p.name for p in out.iterdir()} == {*FILES, "thesis.tex"}
-    newest, older = (run / f"step_000000{step}" for step in (20, 10))
-    assert export.main([str(newest), "--out", str(out), "--force"]) == 0
-    (out / "results.json").write_text("{}")  # of an evaluation of `out`
-    assert export.main([str(newest), "--out", str(out), "--force"]) == 0
-    assert (out / "results.json").exists()
-    assert export.main([str(older), "--out", str(out), "--force"]) == 0
-    assert {p.name for p in out.iterdir()} == {*FILES, "thesis.tex"}  # the results were of another model
-    assert [p.name for p in tmp_path.iterdir()] == ["out"]
-
-
-def test_force_replaces_nothing_but_an_export_and_writes_through_no_link(whole_run, tmp_path, capsys):
+def test_an_export_replaces_nothing(whole_run, tmp_path, capsys):
     run, out, project = shutil.copytree(whole_run[0], tmp_path / "run"), tmp_path / "out", tmp_path / "project"
     project.mkdir()
     (project / "README.md").write_text("of mine")
-    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    for other in (run / "step_00000020", run, project, project / "README.md"):
-        for flags in ([], ["--force"]):
-            assert export.main([str(run), "--out", str(other), *flags]) == 2
-            assert f"--out {other} exists and is not an export; name another directory" in capsys.readouterr().err
-    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
     out.mkdir()
     assert export.main([str(run), "--out", str(out)]) == 0  # an empty directory
-    (tmp_path / "precious").write_text("of mine")
-    (out / "README.md").unlink()
-    (out / "README.md").symlink_to(tmp_path / "precious")
-    assert export.main([str(run), "--out", str(out), "--force"]) == 0
-    assert (tmp_path / "precious").read_text() == "of mine"
-    assert ModelCard.load(out / "README.md").data.library_name == "transformers"
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    for other in (out, run / "step_00000020", run, project, project / "README.md"):
+        assert export.main([str(run), "--out", str(other)]) == 2
+        assert (
+            f"--out {other} exists; move it away, or name another directory (make export OUT=NAME)"
+            in capsys.readouterr().err
+        )
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
 def test_the_best_is_the_intact_checkpoint_with_the_lowest_validation_loss(whole_run, tmp_path):
@@ -104,15 +81,15 @@ def test_the_best_is_the_intact_checkpoint_with_the_lowest_validation_loss(whole
 
 def test_an_export_does_not_need_the_optimizer_state(whole_run, tmp_path, capsys):
     """Nor does its error propose to start the run over."""
-    run, out = shutil.copytree(whole_run[0], tmp_path / "run"), tmp_path / "out"
+    run = shutil.copytree(whole_run[0], tmp_path / "run")
     for checkpoint in checkpoints(run):
         (checkpoint / "optimizer.safetensors").unlink()
-    for arguments in ([run], [run, "--best"], [run / "step_00000010"]):
-        assert export.main([*map(str, arguments), "--out", str(out), "--force"]) == 0, capsys.readouterr().err
-        assert {p.name for p in out.iterdir()} == FILES
+    for out, arguments in (("newest", [run]), ("best", [run, "--best"]), ("step", [run / "step_00000010"])):
+        assert export.main([*map(str, arguments), "--out", str(tmp_path / out)]) == 0, capsys.readouterr().err
+        assert {p.name for p in (tmp_path / out).iterdir()} == FILES
     for checkpoint in checkpoints(run):
         (checkpoint / "model.safetensors").unlink()
-    assert export.main([str(run), "--out", str(out), "--force"]) == 2
+    assert export.main([str(run), "--out", str(tmp_path / "out")]) == 2
     error = capsys.readouterr().err
     assert "none of its 2 checkpoints is intact. The newest is step_00000020: model.safetensors is missing" in error
     assert "--fresh" not in error
