@@ -39,7 +39,7 @@ from recipe.engine.launch import fail
 from recipe.hub.download import checkpoints_on_the_hub, fetch
 from recipe.model.build import build_model
 from recipe.monitor.metrics import sha256_before
-from recipe.utils.checkpoints import checkpoints, newest_run, read_metrics, step_of
+from recipe.utils.checkpoints import checkpoints, manifest_of, newest_run, read_metrics, step_of
 from recipe.utils.errors import ArgumentParser, ExitCode, UserError
 from recipe.utils.processes import Processes
 
@@ -181,17 +181,6 @@ def values_of(checkpoint: Checkpoint, interval: Interval) -> Values:
     return values | {(interval.last, name): value for name, value in saved_values.items()}
 
 
-def first_other_file(run: Path, replay: Path) -> str:
-    """The name of the first of the checkpoints' files for transformers, without the weights, that differs; "" if none
-    does."""
-    run_files, replay_files = (
-        {path.name: path.read_bytes() for path in files_of(checkpoint) if path.name != "model.safetensors"}
-        for checkpoint in (run, replay)
-    )
-    names = sorted(run_files | replay_files)
-    return next((name for name in names if run_files.get(name) != replay_files.get(name)), "")
-
-
 def distance(name: str, run: Any, replay: Any, start: Weights) -> float:
     """The difference of two numbers or tensors, relative to the second or, for a weight, to its update since `start`;
     infinite if they differ and that is 0."""
@@ -283,8 +272,12 @@ def audit(interval: Interval, directory: Path, arguments: argparse.Namespace) ->
     parts = [state["about"][-1] for state in (checkpoint.state, replayed.state)]
     run_part, replay_part = ({**part["config"], **part} for part in parts)
     changed = {name for name in CIRCUMSTANCES if run_part.get(name) != replay_part[name]}
-    if not changed & {"packages", *CODE} and (file := first_other_file(checkpoint.path, replayed.path)):
-        raise Different(f"{file} of step {interval.last:,} differs from the replay's")
+    if not changed & {"packages", *CODE}:
+        run_files, replay_files = (manifest_of(path) for path in (checkpoint.path, replayed.path))
+        files = {*files_of(checkpoint.path), *files_of(replayed.path)}  # for transformers
+        for name in sorted({path.name for path in files} - {"model.safetensors"}):
+            if run_files.get(name) != replay_files.get(name):
+                raise Different(f"{name} of step {interval.last:,} differs from the replay's")
     sizes = distances(run_values, replay_values, {})
     if not (difference := first_difference(run_values, replay_values, sizes, None)):
         return f"{interval.last - interval.first:,} steps equal to the bit{unchecked}"
