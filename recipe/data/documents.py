@@ -13,8 +13,7 @@ from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import accumulate, groupby
-from operator import itemgetter
+from itertools import accumulate
 from pathlib import Path
 from statistics import mode
 from typing import BinaryIO
@@ -68,32 +67,31 @@ class Column:
         """The pieces of a row's document; null is an empty document. `location` is where the row is, for errors. Raises
         UserError if the column is missing, or holds neither text nor ids of the tokenizer."""
         value = self._value(row, location)
-        return in_pieces(_chunks_of(value)) if isinstance(value, str) else [value] if len(value) else []
+        return in_pieces(value) if isinstance(value, str) else [value] if len(value) else []
 
-    def separated(self, row: dict, location: str) -> Iterable[tuple[int, Content]]:
+    def separated(self, row: dict, location: str) -> Iterator[tuple[int, Content]]:
         """Like `pieces`, for a row of a local file, which end-of-texts split into documents: (index of the piece in its
         document, piece) pairs."""
         value = self._value(row, location)
         if isinstance(value, str):
-            return self.separated_text(_chunks_of(value))
-        return [(0, value)] if len(value) else []
+            for document in self._separator.split(value):
+                yield from enumerate(in_pieces(document))
+        elif len(value):
+            yield 0, value
 
     def separated_text(self, chunks: Iterable[str]) -> Iterator[tuple[int, str]]:
         """Like `separated`, for a text that is given in chunks."""
-        parts = (pair for pair in self._numbered(chunks) if pair[1])
-        for _, document in groupby(parts, key=itemgetter(0)):
-            yield from enumerate(in_pieces(part for _, part in document))
-
-    def _numbered(self, chunks: Iterable[str]) -> Iterator[tuple[int, str]]:
-        number, remainder = 0, ""
+        index, text = 0, ""
         for chunk in chunks:
-            *documents, remainder = self._separator.split(remainder + chunk)
-            yield from enumerate(documents, number)
-            number += len(documents)
-            safe_length = max(0, len(remainder) - self._longest + 1)  # the rest may begin a separator
-            yield number, remainder[:safe_length]
-            remainder = remainder[safe_length:]
-        yield number, remainder
+            *documents, text = self._separator.split(text + chunk)
+            for document in documents:
+                yield from enumerate(in_pieces(document), index)
+                index = 0
+            while len(text) > LONGEST_PIECE + self._longest:  # its end may begin a separator
+                piece = next(in_pieces(text))
+                yield index, piece
+                index, text = index + 1, text[len(piece) :]
+        yield from enumerate(in_pieces(text), index)
 
     def _value(self, row: dict, location: str) -> str | np.ndarray:
         self.check_is_in(row, location)
@@ -126,23 +124,14 @@ class Column:
                 f"{self._tokenizer.name} ends at {self._tokenizer.vocab_size - 1}; set tokenizer to the one that made "
                 "these ids, or choose a text_column of text"
             )
-        # Strip end-of-texts from both ends: `tokenized` adds one to every document.
+        # Strip end-of-texts from both ends: a producer adds one to every document.
         text_indices = np.flatnonzero(ids != self._tokenizer.end_of_text)
         return (ids[text_indices[0] : text_indices[-1] + 1] if len(text_indices) else text_indices).astype(DTYPE)
 
 
 def tokenized(pieces: Iterable[Piece], tokenizer: GPT2Tokenizer) -> Iterator[tuple[Piece, np.ndarray]]:
-    """Yields each piece with its tokens, (tokens,), uint16; a document's first token is end-of-text. Tokenizes on one
-    thread per core, since tokenizers release the GIL."""
-    end_of_text = np.array([tokenizer.end_of_text], DTYPE)
-    last_document = None
-    for piece, tokens in _encoded(pieces, tokenizer):
-        yield piece, tokens if piece.document == last_document else np.concatenate([end_of_text, tokens])
-        last_document = piece.document
-
-
-def _encoded(pieces: Iterable[Piece], tokenizer: GPT2Tokenizer) -> Iterator[tuple[Piece, np.ndarray]]:
-    """Yields each piece with its tokens, in order; a few batches are tokenized ahead."""
+    """Yields each piece with its tokens, (tokens,), uint16, in order. Tokenizes a few batches ahead on one thread per
+    core, since tokenizers release the GIL."""
     threads = os.cpu_count() or 1
 
     def encode(batch: list[Piece]) -> list[tuple[Piece, np.ndarray]]:
@@ -170,29 +159,15 @@ def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
     yield batch
 
 
-def _chunks_of(text: str) -> Iterator[str]:
-    return (text[lo : lo + LONGEST_PIECE] for lo in range(0, len(text), LONGEST_PIECE))
-
-
-def in_pieces(chunks: Iterable[str]) -> Iterator[str]:
+def in_pieces(text: str) -> Iterator[str]:
     """Cuts a text into pieces of 256 Ki to 1 Mi characters whose tokens together are those of the text. If 768 Ki
     characters contain no blank, the cut falls between any two characters, which may add a token."""
-    text = ""
-    for chunk in chunks:
-        text += chunk
-        while len(text) > LONGEST_PIECE:
-            piece, text = _cut(text)
-            yield piece
-    while text:
-        piece, text = _cut(text)
-        yield piece
-
-
-def _cut(text: str) -> tuple[str, str]:
-    """The first piece of a text, and the rest."""
-    match = _SAFE_CUT.search(text, PIECE, LONGEST_PIECE)
-    end = match.end() if match else LONGEST_PIECE
-    return text[:end], text[end:]
+    start = 0
+    while start < len(text):
+        match = _SAFE_CUT.search(text, start + PIECE, start + LONGEST_PIECE)
+        end = match.end() if match else start + LONGEST_PIECE
+        yield text[start:end]
+        start = end
 
 
 class TextFiles:

@@ -261,11 +261,12 @@ class Producer:
         is_filtered = split == "train" and (self.val_documents or self._spread)
         digests, max_bytes = self._held_out() if is_filtered else (set(), 0)
         pieces = tokenized(self._pieces_from(split, position), self.tokenizer)
+        end_of_text = np.array([self.tokenizer.end_of_text], DTYPE)
         for number, group in groupby(pieces, key=lambda piece: piece[0].document):
-            head, head_bytes, offset = [], 0, 0
-            while head_bytes <= max_bytes and (piece := next(group, None)):
+            first_piece, tokens = next(group)
+            head, offset = [(first_piece, np.concatenate([end_of_text, tokens]))], 0
+            while sum(tokens.nbytes for _, tokens in head) <= max_bytes and (piece := next(group, None)):
                 head.append(piece)
-                head_bytes += piece[1].nbytes
             if digests and _digest(b"".join(tokens.tobytes() for _, tokens in head)) in digests:
                 continue
             for piece, tokens in chain(head, group):

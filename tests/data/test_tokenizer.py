@@ -64,12 +64,12 @@ def test_a_cut_never_changes_the_tokens(text):
     """Here pieces have three characters and more."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(documents, "PIECE", 2)
-        pieces = list(in_pieces([text]))
+        pieces = list(in_pieces(text))
     assert [token for piece in pieces for token in encode(piece).tolist()] == encode(text).tolist()
 
 
 def test_pieces_of_a_text_without_blanks_are_bounded():
-    assert [len(p) for p in in_pieces(["x" * (2 * LONGEST_PIECE + 5)])] == [LONGEST_PIECE, LONGEST_PIECE, 5]
+    assert [len(p) for p in in_pieces("x" * (2 * LONGEST_PIECE + 5))] == [LONGEST_PIECE, LONGEST_PIECE, 5]
 
 
 def test_saved_directory_loads_in_transformers(tmp_path):
