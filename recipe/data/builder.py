@@ -61,11 +61,10 @@ class Builder:
         """Makes shards until the process ends. Raises UserError."""
         self.manifest = self.producer.open(commit, saved_manifest)
         self.producer.make_validation()
-        val_bytes = sum(self.producer.bytes_of(i, "val") for i in range(len(self.manifest.of("val"))))
-        train_bytes = sum(map(self.producer.bytes_of, self._shards_on_disk()))
-        affordable = val_bytes + train_bytes + shutil.disk_usage(self.out).free * 9 // 10
-        budget = min(int(self.data.disk_budget_gb * 1e9), affordable)
-        if (min_bytes := val_bytes + 2 * (HEADER_BYTES + DTYPE.itemsize * self.data.shard_tokens)) > budget:
+        val_bytes, used_bytes = (sum(p.stat().st_size for p in self.out.glob(name)) for name in ("val_*.bin", "*.bin"))
+        shard_bytes = HEADER_BYTES + DTYPE.itemsize * self.data.shard_tokens
+        budget = min(int(self.data.disk_budget_gb * 1e9), used_bytes + shutil.disk_usage(self.out).free * 9 // 10)
+        if (min_bytes := val_bytes + 2 * shard_bytes) > budget:
             raise UserError(
                 f"disk_budget_gb {self.data.disk_budget_gb:g}: only {budget / 1e9:.3g} GB may be used, but the "
                 f"validation shards and two training shards need {min_bytes / 1e9:.3g} GB; raise it, free disk "
@@ -75,40 +74,31 @@ class Builder:
             self.producer.make("train", 0)
         write_json(self.out / STATUS, {"opened": True})
         while True:
-            number = self._next_shard(budget - val_bytes)
+            number = self._next_shard((budget - val_bytes) // shard_bytes)
             if number is None:
                 time.sleep(POLL_S)
             else:
                 self.producer.make("train", number)
 
-    def _shards_on_disk(self) -> set[int]:
-        """The numbers of the training shards on the disk."""
-        train = self.manifest.of("train")
-        return set(range(len(train))).difference(self.producer.missing(train))
-
-    def _next_shard(self, budget: int) -> int | None:
-        """The first shard ahead of the readers that is not on the disk; None if there is none, no room for it yet, or
-        a reader is still starting. Makes room by deleting shards that are not needed before it. `budget`: bytes for
-        training shards."""
+    def _next_shard(self, capacity: int) -> int | None:
+        """The first shard ahead of the readers that is not on the disk; None if there is none, or a reader is still
+        starting. Deletes shards that are not needed before it, so that with it there are at most `capacity`."""
         train = self.manifest.of("train")
         total = len(train) if self.manifest.complete else None
         positions = [read_json(reader_path(self.out, rank)) for rank in range(self.readers)]
         if not all(positions):  # a starting reader will write its position
             return None
-        slowest, on_disk = min(position["shard"] for position in positions), self._shards_on_disk()
-        upcoming = [i % total if total else i for i in range(slowest, slowest + _LOOKAHEAD)]  # counted over all epochs
+        on_disk = set(range(len(train))).difference(self.producer.missing(train))
+        slowest = min(position["shard"] for position in positions)  # counted over all epochs
+        upcoming = [i % total if total else i for i in range(slowest, slowest + min(_LOOKAHEAD, capacity))]
         number = next((i for i in upcoming if i not in on_disk), None)
         if number is None:
             return None
         deletable = on_disk - set(upcoming[: upcoming.index(number)])
-        while sum(map(self.producer.bytes_of, [*on_disk, number])) > budget:
-            if not deletable:
-                return None
-            # evict the shard with the farthest next use; in epoch 0, whose length is unknown, the oldest
-            victim = max(deletable, key=lambda i: (i - slowest) % total if total else -i)
+        # evict the shards with the farthest next use; in epoch 0, whose length is unknown, the oldest
+        victims = sorted(deletable, key=lambda i: (i - slowest) % total if total else -i, reverse=True)
+        for victim in victims[: max(0, len(on_disk) + 1 - capacity)]:
             (self.out / train[victim]["file"]).unlink()
-            deletable.remove(victim)
-            on_disk.remove(victim)
         return number
 
 

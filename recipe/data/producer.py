@@ -17,7 +17,7 @@ from recipe.config import DataConfig
 from recipe.config.catalog import REPO_NAME, text_suffix, unknown_data
 from recipe.data.documents import Column, Piece, TextFiles, tokenized
 from recipe.data.hub_text import HubText
-from recipe.data.shards import DTYPE, HEADER_BYTES, MANIFEST, Manifest, OpenShard, open_shard
+from recipe.data.shards import DTYPE, MANIFEST, Manifest, OpenShard, open_shard
 from recipe.data.tokenizer import open_tokenizer
 from recipe.utils.errors import UserError
 from recipe.utils.units import some
@@ -139,10 +139,6 @@ class Producer:
         """The indices of the shards that are not on the disk."""
         names = {file.name for file in os.scandir(self.out) if file.is_file()}  # a builder asks ten times a second
         return [i for i, entry in enumerate(entries) if entry["file"] not in names]
-
-    def bytes_of(self, number: int, split: str = "train") -> int:
-        """The size of a shard; one that is not in the manifest yet is assumed not to be the last."""
-        return HEADER_BYTES + self.tokens_of(split, number) * DTYPE.itemsize
 
     def tokens_of(self, split: str, number: int) -> int:
         """Tokens of a shard; one that is not in the manifest yet is assumed not to be the last. The first for training
