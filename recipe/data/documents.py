@@ -2,20 +2,17 @@
 a table; a literal end-of-text splits any of these into several documents."""
 
 import csv
-import glob
 import io
 import json
 import logging
 import os
 import re
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from statistics import mode
 from typing import BinaryIO
 
 import numpy as np
@@ -36,9 +33,9 @@ LONGEST_PIECE = 1 << 20
 # No GPT-2 token spans a visible character and a blank after it, so cutting between them does not change the tokens.
 _SAFE_CUT = re.compile(r"\S(?=[ \n])")
 _BATCH_CHARS = 1 << 17  # characters that a thread tokenizes at once; more if one piece is longer
-_NOT_UTF8 = "not UTF-8 text; unpack it if it is packed, name other files, or convert it"
-_ICONV = (  # for a file of text
-    ":\niconv -f ENCODING -t UTF-8 FILE > NEW, where ENCODING is often CP1252 or UTF-16 (-c -f UTF-8: drops bad bytes)"
+_WAY_OUT = (
+    "is it complete, and is its text UTF-8? Unpack it, convert it (iconv -f ENCODING -t UTF-8 FILE > NEW, where "
+    "ENCODING is often CP1252 or UTF-16), or name a glob of the other files"
 )
 _JSON_FORMAT = "expected one object per line, or in .json an array of objects"
 
@@ -176,7 +173,7 @@ class TextFiles:
     def __init__(self, name: str, column: Column):
         """`name` is a file, a glob or a directory; `paths` is empty if no text file matches. `size` is the
         number of bytes, and `position` that of the bytes read. Raises UserError for a broken link."""
-        (self.paths, self._skipped), self._directory, self.column = text_files(name), Path(name), column
+        (self.paths, self._skipped), self.column = text_files(name), column
         self._starts = [0, *accumulate(map(_size_of, self.paths))]
         self.size, self.position = self._starts[-1], 0
 
@@ -211,26 +208,10 @@ class TextFiles:
         document_count, first_file = (stream["document"], stream["state"]) if stream else (0, 0)
         for number, path in enumerate(self.paths[first_file:], first_file):
             file_start = {"document": document_count, "state": number} if number else None
-            with self._reading(path):
+            with reading(path, _WAY_OUT):
                 for piece_number, content in self._pieces_in(path, self._starts[number]):
                     document_count += piece_number == 0
                     yield Piece(document_count - 1, content, file_start)
-
-    @contextmanager
-    def _reading(self, path: Path) -> Generator[None, None, None]:
-        """Like `reading`, with the ways out for a file that is not UTF-8, or is in a directory with files of another
-        kind."""
-        try:
-            with reading(path, "is it complete?"):
-                yield
-        except UserError as error:
-            is_packed = path.suffix.lower() in (*PACKED, ".parquet")
-            problem = f"{path}: {_NOT_UTF8}{'' if is_packed else _ICONV}"
-            problem = problem if isinstance(error.__cause__, UnicodeError) else str(error)
-            if self._directory.is_dir() and (kind := mode(o.suffix for o in self.paths)) != path.suffix:
-                pattern = f"{glob.escape(str(self._directory))}/**/*{kind}"
-                problem += f"; to read one kind of file, name a glob: '{pattern}'"
-            raise UserError(problem) from None
 
     def _pieces_in(self, path: Path, start: int) -> Iterator[tuple[int, Content]]:
         """Yields (index of the piece in its document, piece) for a file."""
@@ -249,7 +230,6 @@ class TextFiles:
             raw = io.BufferedReader(pa.input_stream(packed_file, PACKED.get(path.suffix.lower())), 1 << 20)
             file = io.TextIOWrapper(raw, encoding="utf-8-sig", newline="\n")
             if suffix in (".csv", ".tsv"):
-                csv.field_size_limit(2**31 - 1)
                 rows = _rows_of(file, self.column, path)
             elif suffix == ".json" and raw.peek().lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
                 rows = ((f"item {number}", row) for number, row in enumerate(json.load(file), 1))
@@ -266,13 +246,10 @@ class TextFiles:
                 yield from self.column.separated(row, f"{path}, {location}")
 
     def _chunks(self, file: io.TextIOWrapper, packed_file: BinaryIO, start: int) -> Iterator[str]:
-        is_first = True
         while chunk := file.read(LONGEST_PIECE):
-            if is_first and chunk[257:262] == "ustar":
-                raise UserError(f"{packed_file.name}: an archive of files; unpack it, and name the directory")
-            is_first, self.position = False, start + packed_file.tell()
-            if chunk.count("\0") > len(chunk) / 4:  # English in UTF-16 is valid UTF-8
-                raise UnicodeError
+            if "\0" in chunk[:1000]:  # as in archives, and in English in UTF-16
+                raise ValueError("it holds NUL characters")
+            self.position = start + packed_file.tell()
             yield chunk
 
 
@@ -282,30 +259,23 @@ def _size_of(path: Path) -> int:
 
 
 def _rows_of(file: io.TextIOWrapper, column: Column, path: Path) -> Iterator[tuple[str, dict]]:
-    """Yields (location, row) of a table; of the row, only the column. Raises UserError for a row that has more fields
-    than the header or ends before the column: text would be lost."""
-    separator, others = (",", "[;\t]") if text_suffix(path) == ".csv" else ("\t", "[;,]")
-    table = csv.reader(file, delimiter=separator, strict=True)
+    """Yields (location, row) of a table. Raises UserError for a row that has more fields than the header or ends before
+    the column: text would be lost."""
+    csv.field_size_limit(2**31 - 1)
+    separator = "," if text_suffix(path) == ".csv" else "\t"
+    table = csv.DictReader(file, delimiter=separator, strict=True)
     try:
-        rows = filter(None, table)
-        header = next(rows, [])
-        if len(header) == 1 and header[0] != column.name and (other := re.search(others, header[0])):
-            problem = f"its only column is {header[0][:40]!r}; if {other[0]!r} separates columns"
-            raise UserError(f"{path}: {problem}, separate them by {separator!r}, as {text_suffix(path)} does")
-        if header:  # an empty table is an empty text
-            column.check_is_in(header, str(path), "; does the first line hold column names?")
+        if header := table.fieldnames:  # an empty table is an empty text
+            column.check_is_in(header, str(path), f"; the first line must name the columns, separated by {separator!r}")
             if header.count(column.name) > 1:
                 raise UserError(f"{path}: {header.count(column.name)} columns are called {column.name!r}; rename one")
-        for fields in rows:
+        for row in table:
             location = f"line {table.line_num}"
-            if any(fields[len(header) :]) or len(fields) <= header.index(column.name):  # empty fields are harmless
-                raise UserError(
-                    f"{path}, {location}: {plural(len(fields), 'field')}, but the header has {len(header)}; quote "
-                    f"texts that contain {separator!r}"
-                )
-            yield location, {column.name: fields[header.index(column.name)]}
+            if any(row.pop(None, [])) or row[column.name] is None:  # empty fields are harmless
+                raise UserError(f"{path}, {location}: not the header's fields; quote texts that contain {separator!r}")
+            yield location, row
     except csv.Error as error:
-        location = f"{path}, line {table.line_num}"
+        location = f"{path}, line {table.reader.line_num}"
         raise UserError(f"{location}: {error}; is a quote not closed, or the file cut short?") from None
 
 
