@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 
 from huggingface_hub import HfApi
-from huggingface_hub.errors import HFValidationError
+from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
 
 from recipe.config import DataConfig
 from recipe.config.fields import DATASETS
@@ -25,15 +25,13 @@ ANSWER_S = 30.0  # seconds for the Hub's complete answer to the first request
 _RETRY_WINDOW_S = 900  # seconds from the first failure after which a Hub that goes on failing ends the run
 _MAX_DELAY_S = 60  # seconds between two attempts
 _STATE_EVERY = 256  # documents between positions at which a stream can resume
-_PERMANENT_STATUSES = {400, 401, 403, 404, 410, 416}  # HTTP
 
 
 class HubText:
     """A data set of text, or of token ids, streamed with `datasets` at the commit that `pin` sets.
 
     The libraries sometimes report a rate limit or an outage as a missing file or an empty data set. So once reading has
-    succeeded, any error is retried unless the Hub's status is a permanent one; before that, an error is taken for a
-    mistake such as a wrong name.
+    succeeded, any error is retried; before that, it ends the run.
     """
 
     commit: str
@@ -72,16 +70,17 @@ class HubText:
         """Waits before the next attempt. Raises UserError if there should be none."""
         if not self._has_succeeded:
             raise self._error(error) from None
-        status, reason = _status_and_reason(error)
         if self._failing_since is None:  # the time of the last document would not do: a stream waits for its readers
             self._failing_since = time.monotonic()
         seconds = time.monotonic() - self._failing_since
-        if status in _PERMANENT_STATUSES or seconds > _RETRY_WINDOW_S:
+        if seconds > _RETRY_WINDOW_S:
             raise UserError(
-                f"data set {self.name}: the Hub, which answered before, reports {reason}; the same command continues"
+                f"data set {self.name}: the Hub, which answered before, reports {_reason(error)}; the same command "
+                "continues"
             ) from None
         delay = min(_MAX_DELAY_S, 1 + seconds)  # about twice as long each time
-        logger.warning("data       %s: %s; trying again in %.0f s from where it stopped", self.repo, reason, delay)
+        message = "data       %s: %s; trying again in %.0f s from where it stopped"
+        logger.warning(message, self.repo, _reason(error), delay)
         time.sleep(delay)
 
     def pieces(self, stream: dict | None = None) -> Iterator[Piece]:
@@ -104,10 +103,9 @@ class HubText:
     def _error(self, error: Exception) -> UserError:
         """The UserError for any of the dozens of exceptions that the Hub's libraries raise; Unreachable unless the Hub
         has rejected the name."""
-        status, reason = _status_and_reason(error)
-        is_permanent = status in _PERMANENT_STATUSES or isinstance(error, HFValidationError)
-        return (UserError if is_permanent else Unreachable)(
-            f"data set {self.name}: no such path on this disk, and the Hub reports {reason}; check the name, "
+        rejections = HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
+        return (UserError if isinstance(error, rejections) else Unreachable)(
+            f"data set {self.name}: no such path on this disk, and the Hub reports {_reason(error)}; check the name, "
             "--dataset_config, --dataset_split and the network, or give text on this disk"
         )
 
@@ -141,11 +139,7 @@ class HubText:
             file_state, stream = None, {"document": index, "state": {"file": file_number + 1, "within": None}}
 
 
-def _status_and_reason(error: Exception) -> tuple[int | None, str]:
-    """The HTTP status in an error's chain of causes, or None, and a line that describes both."""
-    status, cause = None, error
-    while cause and status is None:
-        status = getattr(getattr(cause, "response", None), "status_code", None)
-        cause = cause.__cause__ or cause.__context__
+def _reason(error: Exception) -> str:
+    """An error in one line."""
     text = " ".join(redact(str(error)).split())[:400]  # redact before truncating: a truncated secret is not recognized
-    return status, f"{f'HTTP {status}, ' if status else ''}{type(error).__name__}: {text}"
+    return f"{type(error).__name__}: {text}"
