@@ -22,7 +22,7 @@ from recipe.utils.redaction import redact
 logger = logging.getLogger(__name__)
 
 ANSWER_S = 30.0  # seconds for the Hub's complete answer to the first request
-_RETRY_WINDOW_S = 900  # seconds from the first failure after which a Hub that goes on failing ends the run
+_RETRIES = 20  # of one document, over 15 minutes; then a Hub that goes on failing ends the run
 _MAX_DELAY_S = 60  # seconds between two attempts
 _STATE_EVERY = 256  # documents between positions at which a stream can resume
 
@@ -41,7 +41,6 @@ class HubText:
         self.repo, self.column, self._data = data.train_text, column, data
         self.name = next((name for name, (repo, _) in DATASETS.items() if repo == self.repo), self.repo)
         self._has_succeeded = False
-        self._failing_since: float | None = None  # time.monotonic() of the first failure since the last new document
         self._dataset = None  # opened by `_rows`
 
     def __str__(self) -> str:
@@ -66,39 +65,29 @@ class HubText:
         the Hub's and not a wrong name."""
         self.commit, self._has_succeeded = manifest.source["commit"], bool(manifest.shards)
 
-    def wait_after(self, error: Exception) -> None:
-        """Waits before the next attempt. Raises UserError if there should be none."""
-        if not self._has_succeeded:
-            raise self._error(error) from None
-        if self._failing_since is None:  # the time of the last document would not do: a stream waits for its readers
-            self._failing_since = time.monotonic()
-        seconds = time.monotonic() - self._failing_since
-        if seconds > _RETRY_WINDOW_S:
-            raise UserError(
-                f"data set {self.name}: the Hub, which answered before, reports {_reason(error)}; the same command "
-                "continues"
-            ) from None
-        delay = min(_MAX_DELAY_S, 1 + seconds)  # about twice as long each time
-        message = "data       %s: %s; trying again in %.0f s from where it stopped"
-        logger.warning(message, self.repo, _reason(error), delay)
-        time.sleep(delay)
-
     def pieces(self, stream: dict | None = None) -> Iterator[Piece]:
         """Yields all documents in order, or those from an earlier piece's `stream` on; none twice, despite retries."""
-        next_index = 0
+        next_index, failures = 0, 0
         while True:
             try:
                 for index, row, stream in self._rows(stream):  # noqa: B020  (a retry resumes from there)
                     if index >= next_index:  # a retry repeats up to 255 documents, which does not show that it helps
-                        next_index = index + 1
-                        self._has_succeeded, self._failing_since = True, None
+                        next_index, failures, self._has_succeeded = index + 1, 0, True
                         for content in self.column.pieces(row, self.repo):
                             yield Piece(index, content, stream)
                 return
             except UserError:
                 raise
             except Exception as error:
-                self.wait_after(error)
+                if not self._has_succeeded:
+                    raise self._error(error) from None
+                if failures == _RETRIES:
+                    problem = f"data set {self.name}: the Hub, which answered before, reports {_reason(error)}"
+                    raise UserError(f"{problem}; the same command continues") from None
+                delay, failures = min(_MAX_DELAY_S, 2**failures), failures + 1
+                message = "data       %s: %s; trying again in %d s from where it stopped"
+                logger.warning(message, self.repo, _reason(error), delay)
+                time.sleep(delay)
 
     def _error(self, error: Exception) -> UserError:
         """The UserError for any of the dozens of exceptions that the Hub's libraries raise; Unreachable unless the Hub

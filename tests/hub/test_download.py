@@ -11,7 +11,9 @@ from recipe.config import DataConfig
 from recipe.data.hub_text import HubText
 from recipe.hub import access, download
 from recipe.utils.download import on_this_disk
+from recipe.utils.errors import Unreachable, UserError
 from tests.eval.conftest import load
+from tests.hub import Fault
 
 REQUESTS = {
     "an evaluation": lambda: load("acme/gpt2"),
@@ -55,3 +57,16 @@ def test_a_hub_that_answers_byte_by_byte_is_given_up_on(request_of, hub, monkeyp
         assert "acme/gpt2 is not a local directory: looking for it on the Hub" in capsys.readouterr().out
         assert message.endswith("MODEL=runs/NAME")
     server.close()
+
+
+@pytest.mark.parametrize("status", [429, 503])
+def test_a_hub_that_refuses_every_request_for_a_while_is_not_a_mistake(hub, status):
+    """As a data set that it does not have is."""
+    text = HubText(DataConfig(train_text="acme/text"), None)
+    hub.faults.append(Fault(path="*/acme/text*", status=status, times=100))
+    with pytest.raises(Unreachable, match=f"the Hub reports HfHubHTTPError: .*{status}"):
+        text.newest()
+    hub.faults.clear()
+    with pytest.raises(UserError, match="the Hub reports RepositoryNotFoundError: ") as error:
+        text.newest()
+    assert not isinstance(error.value, Unreachable)
