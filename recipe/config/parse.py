@@ -4,7 +4,6 @@ limits of single fields are in fields.py)."""
 import argparse
 import os
 import re
-import shlex
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -231,11 +230,10 @@ def _check_data(data: DataConfig) -> None:
         if data.train_text:
             raise UserError(f"dataset_source is for .bin files, but the data are {data.train_text}; remove it")
     if is_text(data.val_data):
-        tokenizer = "" if data.tokenizer == DEFAULTS["tokenizer"] else f" --tokenizer {shlex.quote(data.tokenizer)}"
         raise UserError(
-            f"val_data {data.val_data} is text, but must be shards: run python -m recipe.data.prepare --train_text "
-            f"{shlex.quote(data.val_data)} --dataset_name data/val --val_fraction 0{tokenizer}, then give --val_data "
-            "'data/val/train_*.bin'"
+            f"val_data {data.val_data} is text, but must be shards: run python -m recipe.data.prepare with "
+            "--val_fraction 0, --dataset_name data/val, the text as --train_text and the run's tokenizer, then give "
+            "--val_data 'data/val/train_*.bin'"
         )
     if data.streaming and not data.train_text:
         raise UserError(

@@ -142,16 +142,12 @@ def check_same_data(saved: dict, current: dict, name: str) -> None:
 def check_data(train: list[TokenDataset], validation: list[TokenDataset]) -> None:
     """Raises UserError for data that cannot train or validate a model: validation data without a full window, fewer
     training windows than a step takes, or a shard that is used for both training and validation."""
-    for train_set, dataset in zip(train, validation, strict=True):
+    for dataset in validation:
         if not dataset.windows:
-            tokens = sum(shard.tokens for shard in train_set.shards + dataset.shards)
-            enough = tokens > 2 * (dataset.sequence_length + 1)
-            way_out = f"give more text (these are {tokens:,} tokens in all)"
-            if enough:
-                way_out = "hold out more (val_fraction, val_documents or val_data)"
             raise UserError(
                 f"{dataset.shards[0].path}: {dataset.shards[0].tokens} tokens, fewer than one sequence of "
-                f"sequence_length + 1 = {dataset.sequence_length + 1}; {way_out}, or lower sequence_length"
+                f"sequence_length + 1 = {dataset.sequence_length + 1}; give more text, hold out more of it "
+                "(val_fraction, val_documents or val_data), or lower sequence_length"
             )
     for dataset in train:
         dataset.check_batch()

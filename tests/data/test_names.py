@@ -91,8 +91,6 @@ def test_with_val_data_all_of_the_text_is_trained_on(workdir):
     (workdir / "val.txt").write_text(TEXT[5000:9000])
     with pytest.raises(UserError, match=r"val_data val\.txt is text, but must be shards"):
         parse_config(["--dataset_name=train.jsonl", "--val_data=val.txt"])
-    with pytest.raises(UserError, match=r"--val_fraction 0 --tokenizer own, then give"):  # else of GPT-2's tokens
-        parse_config(["--dataset_name=train.jsonl", "--val_data=val.txt", "--tokenizer=own"])
     for dry_run in ([], ["--dry_run"]):
         result = run_train(*SMALL, "--dataset_name=train.jsonl", "--val_data=no", *dry_run, cwd=workdir)
         assert (result.returncode, "val_data no: no such" in result.stderr) == (2, True), result.stderr
