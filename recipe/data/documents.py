@@ -246,11 +246,13 @@ class TextFiles:
                 yield from self.column.separated(row, f"{path}, {location}")
 
     def _chunks(self, file: io.TextIOWrapper, packed_file: BinaryIO, start: int) -> Iterator[str]:
-        while chunk := file.read(LONGEST_PIECE):
-            if "\0" in chunk[:1000]:  # as in archives, and in English in UTF-16
-                raise ValueError("it holds NUL characters")
+        chunk = file.read(LONGEST_PIECE)
+        if "\0" in chunk[:1000]:  # as in archives, and in English in UTF-16
+            raise ValueError("it holds NUL characters")
+        while chunk:
             self.position = start + packed_file.tell()
             yield chunk
+            chunk = file.read(LONGEST_PIECE)
 
 
 def _size_of(path: Path) -> int:
