@@ -19,7 +19,7 @@ class BatchLoader:
     """A process's micro-batches of steps [start, stop) in order, (micro, T + 1) int64, on the device.
 
     One thread reads two steps ahead: verifying a shard, reading it and copying into pinned memory overlap with the
-    step, and whether a step's data are available is known before the previous step begins.
+    step.
     """
 
     def __init__(
@@ -58,24 +58,22 @@ class BatchLoader:
         sequences = torch.from_numpy(self._dataset.sequences(step, *self._batch.slice(micro_step, self._rank)))
         return sequences.pin_memory() if self._pin else sequences
 
-    def ready(self, seconds: float, ahead: int = 0) -> bool:
-        """Whether all micro-batches of the next step, or of the one `ahead` steps later, are ready within `seconds`.
-        False after the last step."""
-        futures, start = self._futures_of(ahead), time.perf_counter()
-        not_done = wait(futures, timeout=seconds).not_done
+    def ready(self, seconds: float) -> bool:
+        """Whether all micro-batches of the next step are ready within `seconds`."""
+        start = time.perf_counter()
+        not_done = wait(self._next_step(), timeout=seconds).not_done
         self._wait_seconds += time.perf_counter() - start
-        return bool(futures) and not not_done
+        return not not_done
 
-    def error(self, ahead: int = 0) -> UserError | None:
-        """The error of reading the next step, or the one `ahead` steps later, if it has failed."""
-        error = next((e for future in self._futures_of(ahead) if future.done() and (e := future.exception())), None)
+    def error(self) -> UserError | None:
+        """The error of reading the next step, if it has failed."""
+        error = next((e for future in self._next_step() if future.done() and (e := future.exception())), None)
         if error is None or isinstance(error, UserError):
             return error
         return UserError(f"the data cannot be read ({type(error).__name__}: {first_line(error)})")
 
-    def _futures_of(self, ahead: int) -> list[Future]:
-        n = self._batch.accumulation
-        return list(islice(self._pending, ahead * n, (ahead + 1) * n))
+    def _next_step(self) -> list[Future]:
+        return list(islice(self._pending, self._batch.accumulation))
 
     def __next__(self) -> torch.Tensor:
         """The next micro-batch, (micro, T + 1) int64, on the device, once it is read; raises what reading raised."""

@@ -14,13 +14,13 @@ import torch
 
 from recipe.data.prefetch import BatchLoader
 from recipe.utils.errors import ExitCode
-from recipe.utils.processes import Processes
 
 logger = logging.getLogger(__name__)
 
 _SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 _ECHO_S = 1.0  # within which a second SIGINT is the same Ctrl-C, passed on by a launcher that received it too
 _POLL_S = 0.2  # between two checks of the launcher, and of the signals while a step waits for its data
+_DECAY, _STOP = 1, 2  # what a process asks for; the greatest wins
 
 
 class Interrupted(Exception):
@@ -122,56 +122,40 @@ class StopSignal:
 
 
 class Agreement:
-    """What the processes decide together at a step boundary: whether to stop, and whether all have the step's data.
+    """What the processes decide together at a step boundary, over `hosts` (see Processes): whether to stop, and whether
+    all have the step's data.
 
-    Each process sends two flags, `stop` and `late`, over `hosts` (see Processes). They are sent while the step computes
-    and read at the next boundary, so that the agreement delays no step. In return, a signal stops a run of several
-    processes one step later than a run of one.
+    Attributes:
+        decays: after Interrupted, whether only a process's clock stopped the run, so that the decay begins.
     """
 
     def __init__(self, signal: StopSignal, hosts: torch.distributed.ProcessGroup | None):
-        self._signal, self._hosts = signal, hosts
-        self._clear()
-
-    def _clear(self) -> None:
-        self._flags, self._pending = torch.tensor([0, 1], dtype=torch.int32), None
+        self._signal, self._hosts, self.decays = signal, hosts, False
 
     def check_stop(self) -> None:
-        """Raises Interrupted on all processes if any had been asked to stop at the previous call. A collective call."""
-        self._receive()
-        self._send(late=True)
+        """Raises Interrupted on all processes if any has been asked to stop. A collective call."""
+        self._agree(late=False)
 
     def wait_for_batches(self, batches: BatchLoader) -> None:
         """Returns once every process has the data of the next step: no process starts a step that another cannot
         finish. Raises Interrupted on all processes, also if one of them cannot read its data. A collective call.
         """
-        while self._receive():
-            self._send(late=not batches.ready(_POLL_S), failed=batches.error() is not None)
-        self._send(late=not batches.ready(0.0, ahead=1), failed=batches.error(ahead=1) is not None)
+        while self._agree(late=not batches.ready(_POLL_S), failed=batches.error() is not None):
+            pass
         StopSignal.stepping = True
 
-    def to_decay(self, processes: Processes) -> bool:
-        """After Interrupted: whether only a process's clock stopped the run, so that the decay begins. The request is
-        then withdrawn; a signal that came after it takes effect at the next boundary. A collective call."""
+    def _agree(self, *, late: bool, failed: bool = False) -> bool:
+        """Whether any process is `late`. Raises Interrupted."""
         signal = self._signal
-        must_stop = processes.anywhere(signal.requested and not signal.decay_due)
-        if decays := processes.anywhere(signal.decay_due) and not must_stop:
-            signal.requested = signal.decay_due = False
-            self._clear()
-        return decays
-
-    def _send(self, *, late: bool, failed: bool = False) -> None:
-        self._flags = torch.tensor([self._signal.requested or failed, late], dtype=torch.int32)
+        signal.heartbeat()
+        asked = _DECAY if signal.decay_due else _STOP if signal.requested else 0
+        flags = torch.tensor([_STOP if failed else asked, late], dtype=torch.int32)
         if self._hosts is not None:
-            op = torch.distributed.ReduceOp.MAX
-            self._pending = torch.distributed.all_reduce(self._flags, op, group=self._hosts, async_op=True)
-
-    def _receive(self) -> bool:
-        """Whether any process was late at the last `_send`, or nothing has been sent. Raises Interrupted."""
-        self._signal.heartbeat()
-        if self._pending is not None:
-            self._pending.wait()
-        stop, late = self._flags.tolist()
-        if stop or (self._hosts is None and self._signal.requested):
+            torch.distributed.all_reduce(flags, torch.distributed.ReduceOp.MAX, group=self._hosts)
+        stop, late = flags.tolist()
+        self.decays = stop == _DECAY
+        if self.decays and signal.decay_due:  # withdrawn; a signal that came after it takes effect at the next boundary
+            signal.requested = signal.decay_due = False
+        if stop:
             raise Interrupted
         return bool(late)

@@ -3,13 +3,11 @@
 import os
 import signal
 import time
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 
 from recipe import train
-from recipe.engine.shutdown import Agreement
 from recipe.utils.errors import ExitCode
 from tests import processes as programs
 
@@ -127,17 +125,3 @@ def test_a_run_ends_when_its_launcher_is_killed(start, launched):
             assert "stopped" not in running.output
     finally:
         os.killpg(running.ranks[0].pid, signal.SIGKILL)
-
-
-def test_the_agreement_between_processes_delays_no_step():
-    """A step's flags are sent before the previous step computes, and waited for after it."""
-    stop_signal = SimpleNamespace(requested=False, stepping=False, heartbeat=lambda: None)
-    batches = SimpleNamespace(ready=lambda seconds, ahead=0: True, error=lambda ahead=0: None)
-    agreement = Agreement(stop_signal, "the hosts")
-    events = []
-    work = SimpleNamespace(wait=lambda: events.append("wait"))
-    with mock.patch("torch.distributed.all_reduce", side_effect=lambda *_, **__: events.append("send") or work):
-        for _ in range(3):
-            agreement.wait_for_batches(batches)
-            events.append("step")
-    assert events == ["send", "wait", *["send", "step", "wait"] * 2, "send", "step"]
