@@ -87,7 +87,7 @@ def open_components(
             to_device=strategy.device.put,
             pin=strategy.device.type == "cuda",
         )
-        is_rewound = checkpoint is not None and processes.is_main and set_aside(descriptor, checkpoint)
+        is_rewound = checkpoint is not None and processes.is_main and set_aside(checkpoint)
         metrics = Metrics(config, strategy, batches, step)
         stateful = {
             "data": train_data,

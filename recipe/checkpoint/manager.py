@@ -22,14 +22,13 @@ from recipe.checkpoint.format import (
     step_of,
 )
 from recipe.checkpoint.provenance import about
-from recipe.checkpoint.run_dir import check_in_place
 from recipe.config import Config
 from recipe.data.tokenizer import GPT2Tokenizer, open_tokenizer
 from recipe.engine.strategy import Strategy
 from recipe.model.gpt2 import GPT2LMHeadModel
 from recipe.optim.optimizer import steps_taken
 from recipe.utils.checkpoints import val_losses
-from recipe.utils.errors import UserError, first_line, writing
+from recipe.utils.errors import DirectoryLost, UserError, first_line, writing
 from recipe.utils.redaction import redacted
 
 logger = logging.getLogger(__name__)
@@ -78,8 +77,8 @@ class CheckpointManager:
 
     def save(self, step: int, record: dict) -> None:
         """Starts to write a checkpoint of this step, unless it is saved already. `record` holds what was measured at
-        this step; its line of metrics.jsonl is written after the evaluations. A collective call. Raises UserError if
-        the run's directory was moved or replaced."""
+        this step; its line of metrics.jsonl is written after the evaluations. A collective call. Raises
+        DirectoryLost."""
         if step <= self._saved_step:
             return
         processes, self._saved_step = self._strategy.runtime.processes, step
@@ -92,9 +91,11 @@ class CheckpointManager:
             start = time.monotonic()
             self.join()
             self._unsaved = None  # frees its memory for this checkpoint
-            with processes.shared_error("the checkpoint cannot be saved"), suppress(OSError):
-                if processes.is_main:
-                    check_in_place(self._run_dir, self._descriptor)
+            if processes.anywhere(processes.is_main and self._is_lost()):
+                raise DirectoryLost(
+                    f"{self._run_dir} was moved or replaced while this run was going on, so nothing more is written "
+                    "there; give the place where its checkpoints are now as --output_dir to continue it"
+                )
             tensors = self._strategy.gather(self._model, self._optimizer)
             if processes.is_main:
                 path = checkpoint_path(self._run_dir, step)
@@ -104,6 +105,13 @@ class CheckpointManager:
                     target=self._write, args=(checkpoint, time.monotonic() - start), name="checkpoint", daemon=True
                 )
                 self._thread.start()
+
+    def _is_lost(self) -> bool:
+        """Whether the run's directory is no longer at its path. Ask before writing or deleting anything there."""
+        try:
+            return not os.path.samestat(os.fstat(self._descriptor), self._run_dir.stat())
+        except OSError as error:  # any other is the disk's, and may pass
+            return isinstance(error, FileNotFoundError | NotADirectoryError)
 
     def wait(self) -> None:
         """Waits for the save in progress, so that a kill during a long evaluation does not lose the checkpoint."""
@@ -147,7 +155,8 @@ class CheckpointManager:
     def _write(self, checkpoint: Checkpoint, wait_seconds: float, *, is_retry: bool = False) -> None:
         start = time.monotonic()
         try:
-            check_in_place(self._run_dir, self._descriptor)
+            if self._is_lost():
+                raise UserError("the run's directory was moved or replaced")
             checkpoint.state["metrics"]["lines_sha256"] = self._metrics.sync(checkpoint.step)
             save_checkpoint(checkpoint, self._files)
         except Exception as error:  # whatever the error, the run goes on
@@ -167,8 +176,8 @@ class CheckpointManager:
 
     def _prune(self, step: int, limit: int | None = None) -> None:
         try:
-            check_in_place(self._run_dir, self._descriptor)
-            prune(self._run_dir, step, self._config, val_losses(self._run_dir), limit)
+            if not self._is_lost():
+                prune(self._run_dir, step, self._config, val_losses(self._run_dir), limit)
         except (OSError, UserError) as error:  # a UserError if metrics.jsonl cannot be read
             logger.warning("WARNING    older checkpoints could not be deleted: %s", error)
 

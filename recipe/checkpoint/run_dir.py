@@ -25,7 +25,7 @@ from recipe.checkpoint.format import (
 from recipe.config import SHAPE_FIELDS, UNDECIDED, OptimizerConfig, counts_in
 from recipe.data.tokenizer import GPT2Tokenizer
 from recipe.optim.schedule import lr_at
-from recipe.utils.errors import DirectoryLost, UserError, writing
+from recipe.utils.errors import UserError, writing
 from recipe.utils.files import fsync, replace_file
 from recipe.utils.units import some
 
@@ -43,7 +43,8 @@ _ALLOWED_SUFFIXES = {".log", ".out", ".err", ".md", ".txt", ".yaml", ".yml"}
 @contextmanager
 def run_directory(path: Path, *, fresh: bool = False) -> Generator[int, None, None]:
     """Context: the directory of a run, locked for this process; for the main process only. The operating system
-    releases the lock of a process that dies. Yields a descriptor of the directory, for `check_in_place`.
+    releases the lock of a process that dies. Yields a descriptor of the directory, which can be moved, and another one
+    put in its place, while the run goes on.
 
     Raises UserError if the directory belongs to another process or to another program. With `fresh`, the files of an
     earlier run are moved aside. A directory that is empty at the end is removed.
@@ -85,19 +86,6 @@ def _clean_up(path: Path, descriptor: int) -> None:
         for name in (OWNER, LOCK):
             os.unlink(name, dir_fd=descriptor)
         path.rmdir()
-
-
-def check_in_place(path: Path, descriptor: int) -> None:
-    """Raises DirectoryLost if the run's directory is no longer at its path: it can be moved, and another one put in its
-    place, while the run goes on. Raises OSError if that cannot be determined. Call it before writing, moving or
-    deleting anything there."""
-    with suppress(FileNotFoundError, NotADirectoryError):
-        if os.path.samestat(os.fstat(descriptor), path.stat()):
-            return
-    raise DirectoryLost(
-        f"{path} was moved or replaced while this run was going on, so nothing more is written there; give the place "
-        "where its checkpoints are now as --output_dir to continue it"
-    )
 
 
 def _check_free(run_dir: Path) -> None:
@@ -177,10 +165,10 @@ def _optimizer_config(config: dict) -> OptimizerConfig:
     return OptimizerConfig(**{f.name: config[f.name] for f in dataclasses.fields(OptimizerConfig) if f.name in config})
 
 
-def set_aside(descriptor: int, checkpoint: Checkpoint) -> bool:
+def set_aside(checkpoint: Checkpoint) -> bool:
     """Moves the checkpoints newer than `checkpoint`, from which the run resumes, into the next free
     `decayed_<newest step>`, with a copy of metrics.jsonl: a run directory of its own. Returns whether there are any.
-    `descriptor` is that of `run_directory`. Raises UserError.
+    Raises UserError.
 
     The newest is moved last: if this process is killed earlier, the next one sees the same newest and finishes the
     move.
@@ -188,7 +176,6 @@ def set_aside(descriptor: int, checkpoint: Checkpoint) -> bool:
     run_dir = checkpoint.path.parent
     if not (newer_paths := [path for path in checkpoints(run_dir) if step_of(path) > checkpoint.step]):
         return False
-    check_in_place(run_dir, descriptor)
     newest, log = newer_paths[-1], run_dir / "metrics.jsonl"
     name = f"decayed_{step_of(newest):08d}"
     numbered_paths = (run_dir / (name if n == 1 else f"{name}-{n}") for n in count(1))

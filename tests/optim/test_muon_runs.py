@@ -146,9 +146,9 @@ def test_an_extension_that_is_killed_while_it_moves_the_decay_aside_ends_the_sam
     decayed_metrics, calls = (run / "metrics.jsonl").read_bytes(), count()
 
     def start() -> Path:
-        with run_directory(run) as descriptor:
+        with run_directory(run):
             checkpoint = continue_from(run, config)
-            set_aside(descriptor, load_checkpoint(checkpoint))
+            set_aside(load_checkpoint(checkpoint))
             MetricsLog(run / "metrics.jsonl", step_of(checkpoint)).close()
         return checkpoint
 
