@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from recipe import components
+from recipe.checkpoint import provenance
 from recipe.components import check_same_launch, check_supported
 from recipe.config import batch_arithmetic, parse_config
 from recipe.data.open import open_datasets
@@ -36,7 +36,7 @@ def node(processes: Processes, precision: str = "fp32") -> SimpleNamespace:
 
 def test_a_node_that_is_launched_differently_is_refused(monkeypatch, tmp_path):
     (tmp_path / "recipe" / "data").mkdir(parents=True)
-    monkeypatch.setattr(components, "ROOT", tmp_path)
+    monkeypatch.setattr(provenance, "ROOT", tmp_path)
     argv = ["--max_steps=60", "--warmup_steps=1"]
     config = parse_config([*argv, "--output_dir=/mnt/a"])
     monkeypatch.setattr(Launch, "sent_by_rank_0", None)
