@@ -312,7 +312,7 @@ FSDP = tuple(word.replace("ddp", "fsdp") for word in DDP)
         ({}, 2, (), "holds: "),
         ({"precision": "bf16"}, 1, DDP, "cannot be compared here: two replays here are too far apart in weights"),
         ({"precision": "bf16"}, 1, FSDP, "cannot be compared here: half precision rounds at other places here"),
-        ({"learning_rate": 3e-2, "max_steps": 100}, 1, DDP, "cannot be compared here: two replays here are too far"),
+        ({"learning_rate": 0.1, "max_steps": 100}, 1, DDP, "cannot be compared here: two replays here are too far"),
         ({"torch_compile": "true", "n_layer": 1}, 1, (), "to the bit"),
         ({}, 1, ("--launch", f"env ATEN_CPU_CAPABILITY=default {sys.executable}"), "holds: "),
     ],

@@ -1,5 +1,6 @@
 """A user's own tokenizer: its tokens in the shards, its vocabulary in the model, its files beside the weights."""
 
+import dataclasses
 import hashlib
 import json
 import math
@@ -14,7 +15,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, PreTrainedTokenizerFast
 
 from eval import common
-from eval.curves import dataset_of, read_run
+from eval.curves import read_run
 from eval.perplexity import byte_lengths, shard_windows, summarize, window_losses
 from eval.report import write_report
 from recipe.data.prepare import prepare
@@ -132,8 +133,9 @@ def test_published_losses_are_not_shown_beside_those_of_other_tokens(trained_run
     checkpoint, run = root / "run" / "step_00000020", read_run(root / "run")
     state = json.loads((checkpoint / "trainer_state.json").read_text())
     provenance = [{"data": {"files": [{"sha256": hashlib.sha256(SHAKESPEARE.read_bytes()).hexdigest()}]}}]
-    assert dataset_of(state["config"] | {"tokenizer": "gpt2"}, provenance) == "tiny Shakespeare"
-    assert dataset_of(state["config"], provenance) == ""
+    with_gpt2 = state["config"] | {"tokenizer": "gpt2"}
+    assert dataclasses.replace(run, config=with_gpt2, about=provenance).dataset == "tiny Shakespeare"
+    assert dataclasses.replace(run, about=provenance).dataset == ""
     (findings,) = write_report([run], tmp_path)
     assert not [finding for finding in findings if finding.kind == "bad"], findings
     card = ModelCard(model_card(checkpoint))
