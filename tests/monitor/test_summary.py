@@ -152,6 +152,11 @@ def test_a_disk_that_is_too_small_for_a_checkpoint_is_noted(monkeypatch, tmp_pat
     assert re.match(r"note       1.6 GB free in .*, but checkpoints may take 10.5 GB: free some space, ", last_line())
     free[tmp_path] = 20e9
     assert not last_line().startswith("note")
+    free[tmp_path / "new" / "run"] = 1.6e9
+    (tmp_path / "new" / "run" / "step_00000001").mkdir(parents=True)
+    assert "checkpoints may take 9.0 GB: " in last_line()
+    config = config.replace(fresh=True)
+    assert "checkpoints may take 10.5 GB: " in last_line(), "the earlier run's stay on this disk"
 
 
 def test_the_closing_panel(whole_run, monkeypatch, tmp_path):
