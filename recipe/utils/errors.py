@@ -13,7 +13,7 @@ class UserError(ValueError):
 
 
 class Unreachable(UserError):
-    """The Hub does not answer, so a name cannot be looked up there."""
+    """The Hub or a disk does not answer; a restart may help."""
 
 
 class DirectoryLost(UserError):

@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import torch
 
-from recipe.utils.errors import UserError
+from recipe.utils.errors import Unreachable, UserError
 
 LONGEST_TURN = timedelta(days=7)  # of one process in `main_process_first`, such as preparing a large text
 
@@ -63,15 +63,17 @@ class Processes:
 
     @contextmanager
     def shared_error(self, failure: str) -> Generator[None, None, None]:
-        """Context: a UserError or OSError of one process is raised on all, as a UserError. On the other processes its
-        message is the `failure`, such as "the data cannot be read", and a pointer to the cause."""
-        error = ""
+        """Context: a UserError or OSError of one process is raised on all, as a UserError; as Unreachable if a restart
+        may help. On the other processes its message is the `failure`, such as "the data cannot be read", and a pointer
+        to the cause."""
+        error: Exception | None = None
         try:
             yield
         except (UserError, OSError) as e:
-            error = str(e)
-        if self.anywhere(bool(error)):
-            raise UserError(error or f"{failure} on another process; its error message has the cause")
+            error = e
+        if self.anywhere(error is not None):
+            kind = Unreachable if self.anywhere(isinstance(error, OSError | Unreachable)) else UserError
+            raise kind(error or f"{failure} on another process; its error message has the cause")
 
     @contextmanager
     def main_process_first(self) -> Generator[None, None, None]:

@@ -18,6 +18,7 @@ from recipe.engine import factory
 from recipe.engine.launch import EXIT_GRACE_S, check_launch, fail
 from recipe.engine.shutdown import StopSignal
 from recipe.utils.errors import DirectoryLost, Unreachable, UserError
+from recipe.utils.processes import Processes
 from tests.conftest import ROOT, environment, launch, ok, run_train
 
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/"
@@ -300,3 +301,13 @@ def test_torchrun_restarts_what_may_pass(monkeypatch, error, stepping, is_restar
     monkeypatch.setattr(os, "kill", lambda process, number: signals.append((process, number)))
     assert fail(error) == 2
     assert signals == ([] if is_restarted else [(os.getppid(), signal.SIGTERM)])
+
+
+@pytest.mark.parametrize(
+    ("error", "may_pass"),
+    [(OSError("Input/output error"), True), (Unreachable("no answer"), True), (UserError("no such file"), False)],
+)
+def test_what_may_pass_is_told_apart_also_after_all_processes_have_raised_it(error, may_pass):
+    with pytest.raises(UserError, match=str(error)) as shared, Processes().shared_error("the data cannot be read"):
+        raise error
+    assert isinstance(shared.value, Unreachable) == may_pass
