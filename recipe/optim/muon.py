@@ -5,7 +5,6 @@ of torch.optim.Muon. GPT-2's weights are stored as in Conv1D, (in, out), and c_a
 matrices side by side: each is orthogonalized separately.
 """
 
-import math
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,39 +22,27 @@ MAX_BUCKET_ELEMENTS = 2**25
 
 @dataclass(frozen=True)
 class _LocalParam:
-    """This process's part of a parameter of `shape` (in, num_matrices x out). `weight`, `grad` and `momentum` are flat,
-    in fp32: the elements of the flattened parameter from `start` on, and all of them unless `is_sharded`."""
+    """This process's part of a parameter that holds `count` matrices (fan_in, fan_out) side by side. `weight`, `grad`
+    and `momentum` are flat, in fp32: the elements of the flattened parameter from `start` on, and all of them unless
+    `is_sharded`."""
 
     weight: torch.Tensor
     grad: torch.Tensor
     momentum: torch.Tensor
-    shape: tuple[int, int]
+    fan_in: int
+    fan_out: int
+    count: int
     start: int
     is_sharded: bool
     group: dict
 
-    @property
-    def num_matrices(self) -> int:
-        """How many matrices the parameter holds side by side."""
-        return self.group["num_matrices"]
-
-    @property
-    def matrix_shape(self) -> tuple[int, int]:
-        """(in, out) of each matrix."""
-        return self.shape[0], self.shape[1] // self.num_matrices
-
-    @property
-    def is_wide(self) -> bool:
-        """Whether a matrix has more columns than rows."""
-        return self.matrix_shape[0] < self.matrix_shape[1]
-
     def matrices(self, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """`values` of the local elements as (in, out) matrices; elements of other processes are 0."""
+        """`values` of the local elements as (fan_in, fan_out) matrices; elements of other processes are 0."""
         if self.is_sharded:
-            unsharded = values.new_zeros(math.prod(self.shape))
+            unsharded = values.new_zeros(self.fan_in * self.count * self.fan_out)
             unsharded[self.start : self.start + len(values)] = values
             values = unsharded
-        return values.view(self.shape).chunk(self.num_matrices, 1)
+        return values.view(self.fan_in, -1).chunk(self.count, 1)
 
 
 class Muon(torch.optim.AdamW):
@@ -94,9 +81,9 @@ class Muon(torch.optim.AdamW):
     def _step_matrices(self, groups: list[dict]) -> None:
         params_by_size = defaultdict(list)  # (rows, cols), rows <= cols -> parameters with matrices of this size
         for param in (param for group in groups for param in self._local_params(group)):
-            params_by_size[tuple(sorted(param.matrix_shape))].append(param)
+            params_by_size[tuple(sorted((param.fan_in, param.fan_out)))].append(param)
         for (rows, cols), params in params_by_size.items():
-            num_matrices = sum(param.num_matrices for param in params)
+            num_matrices = sum(param.count for param in params)
             share = share_of(num_matrices, rows * cols, self._world_size)
             for bucket in _buckets(params, max_matrices=share * self._world_size):
                 self._step_bucket(bucket, rows, cols)
@@ -109,17 +96,19 @@ class Muon(torch.optim.AdamW):
             is_sharded = hasattr(p, "to_local")  # a DTensor; importing the class takes a second
             tensors = p, p.grad, self.state[p]["momentum"]
             local = [(t.to_local() if is_sharded else t).view(-1) for t in tensors]
+            count = group["num_matrices"]
             if layout := group.get("layout"):
-                for shape, start, offset, length in layout:
-                    yield _LocalParam(*(t.narrow(0, offset, length) for t in local), shape, start, True, group)
+                for (fan_in, width), start, offset, length in layout:
+                    parts = (t.narrow(0, offset, length) for t in local)
+                    yield _LocalParam(*parts, fan_in, width // count, count, start, True, group)
             else:  # FSDP splits the rows as torch.chunk does
-                rows, cols = p.shape
-                start = min(self._rank * -(-rows // self._world_size), rows) * cols if is_sharded else 0
-                yield _LocalParam(*local, (rows, cols), start, is_sharded, group)
+                fan_in, width = p.shape
+                start = min(self._rank * -(-fan_in // self._world_size), fan_in) * width if is_sharded else 0
+                yield _LocalParam(*local, fan_in, width // count, count, start, is_sharded, group)
 
     def _step_bucket(self, bucket: list[_LocalParam], rows: int, cols: int) -> None:
         """Updates parameters whose matrices are all rows x cols or cols x rows. A collective call."""
-        num_matrices = sum(param.num_matrices for param in bucket)
+        num_matrices = sum(param.count for param in bucket)
         share = -(-num_matrices // self._world_size)  # matrices per process, with padding if the count does not divide
         own_indices = range(self._rank * share, min((self._rank + 1) * share, num_matrices))
 
@@ -148,7 +137,7 @@ class Muon(torch.optim.AdamW):
             updates = gathered
 
         # 5. Update the local elements of the weights.
-        param_updates = updates[:num_matrices].split([param.num_matrices for param in bucket])
+        param_updates = updates[:num_matrices].split([param.count for param in bucket])
         for param, update in zip(bucket, param_updates, strict=True):
             self._update_weight(param, update)
 
@@ -157,18 +146,18 @@ class Muon(torch.optim.AdamW):
         padding and other processes' elements are 0."""
         packed, stop = bucket[0].weight.new_zeros(shape, dtype=self._dtype), 0
         for param in bucket:
-            start, stop = stop, stop + param.num_matrices
+            start, stop = stop, stop + param.count
             if any(i in indices for i in range(start, stop)):
                 look_ahead = param.grad.lerp(param.momentum, param.group["momentum"])
                 for i, matrix in enumerate(param.matrices(look_ahead), start):
                     if i in indices:
-                        packed[i - indices.start].copy_(matrix if param.is_wide else matrix.mT)
+                        packed[i - indices.start].copy_(matrix if param.fan_in < param.fan_out else matrix.mT)
         return packed
 
     def _update_weight(self, param: _LocalParam, update: torch.Tensor) -> None:
         """Moves the local elements of a parameter by its orthogonalized `update`, (num_matrices, rows, cols)."""
-        lr, (fan_in, fan_out) = param.group["lr"], param.matrix_shape
-        unsharded = torch.cat([matrix if param.is_wide else matrix.mT for matrix in update], 1).view(-1)
+        lr, fan_in, fan_out = param.group["lr"], param.fan_in, param.fan_out
+        unsharded = torch.cat([matrix if fan_in < fan_out else matrix.mT for matrix in update], 1).view(-1)
         local = unsharded[param.start : param.start + len(param.weight)].to(param.weight)
         weight = param.weight * (1 - lr * param.group["weight_decay"])
         weight -= local * (lr * max(1, fan_out / fan_in) ** 0.5)
@@ -184,7 +173,7 @@ def _buckets(params: list[_LocalParam], max_matrices: int) -> Iterator[list[_Loc
     """The parameters in lists of at most `max_matrices` matrices, but at least one parameter."""
     bucket: list[_LocalParam] = []
     for param in params:
-        if bucket and sum(p.num_matrices for p in bucket) + param.num_matrices > max_matrices:
+        if bucket and sum(p.count for p in bucket) + param.count > max_matrices:
             yield bucket
             bucket = []
         bucket.append(param)
