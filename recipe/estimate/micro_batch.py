@@ -2,7 +2,7 @@
 `gradient_checkpointing: auto`: false where a useful micro-batch fits without."""
 
 from recipe.checkpoint.format import newest_state
-from recipe.config import AUTO, BatchPlan, Config, batch_arithmetic
+from recipe.config import AUTO, Config, batch_arithmetic
 from recipe.engine import hardware
 from recipe.engine.strategy import Strategy
 from recipe.estimate.memory import HEADROOM, remedies, step_memory
@@ -53,7 +53,7 @@ def micro_batch(config: Config, strategy: Strategy) -> tuple[Config, str]:
 def memory_kind(config: Config, strategy: Strategy) -> dict:
     """The arguments of step_memory that the device and the sharding decide."""
     # The estimate without compilation is 4 to 7 % above what XLA's compiler reports for a TPU (docs/log.md).
-    compiled = config.run.torch_compile and not strategy.device.no_compile and strategy.device.type != "tpu"
+    compiled = config.run.torch_compile and not strategy.runtime.no_compile and strategy.device.type != "tpu"
     return {"precision": strategy.device.precision, "sharding": strategy.runtime.sharding, "compiled": compiled}
 
 
@@ -63,35 +63,22 @@ def _choose(config: Config, strategy: Strategy, memory: int, sizes: list[int]) -
     processes, switch = strategy.runtime.processes, config.run.gradient_checkpointing
     free = None if config.run.dry_run else hardware.free_memory(strategy.device.torch_device)
     budget, kind = HEADROOM * min(memory, free or memory), memory_kind(config, strategy)
-
-    def batch_of(size: int) -> BatchPlan:
-        return batch_arithmetic(config.replace(micro_batch_size=size), processes.world_size, strategy.device.count)
-
-    def largest(sizes: list[int], checkpointing: bool) -> tuple[int, int]:
-        """Zero if none fits; and the peak of a step with it, or with the smallest."""
-        trial, peak = config.replace(gradient_checkpointing=checkpointing), 0
-        for size in reversed(sizes):
-            peak = step_memory(trial, batch_of(size), **kind).peak
-            if not processes.anywhere(peak > budget):
-                return size, peak
-        return 0, peak
-
+    candidates = [(size, bool(switch)) for size in reversed(sizes)]  # the best first
     if switch == "auto":
         useful_sizes = [n for n in sizes if n * config.data.sequence_length >= USEFUL_TOKENS] or sizes[-1:]
-        size, peak = largest(useful_sizes, checkpointing=False)
-        if size:
-            return size, False, f"{si(peak)}B of {si(memory)}B, an estimate"
-        if config.optimizer.micro_batch_size != AUTO:
-            return sizes[0], True, "without it a step does not fit"
-    config = config.replace(gradient_checkpointing=bool(switch))
-    size, peak = largest(sizes, checkpointing=bool(switch))
-    if not size:
-        way_out = remedies(config, batch_of(1), budget, **kind)
-        raise UserError(
-            f"not even one sequence per device fits: it needs about {gb(peak)}, and {gb(budget)} of the device's "
-            f"{gb(memory)} may be used; {way_out}"
-        )
-    return size, bool(switch), f"{si(peak)}B of {si(memory)}B, an estimate"
+        candidates = [(size, False) for size in reversed(useful_sizes)] + candidates
+    for size, checkpointing in candidates:
+        trial = config.replace(micro_batch_size=size, gradient_checkpointing=checkpointing)
+        batch = batch_arithmetic(trial, processes.world_size, strategy.device.count)
+        peak = step_memory(trial, batch, **kind).peak
+        if not processes.anywhere(peak > budget):
+            return size, checkpointing, f"{si(peak)}B of {si(memory)}B, an estimate"
+    if config.optimizer.micro_batch_size != AUTO:
+        return size, True, "without it a step does not fit"
+    raise UserError(
+        f"not even one sequence per device fits: it needs about {gb(peak)}, and {gb(budget)} of the device's "
+        f"{gb(memory)} may be used; {remedies(trial, batch, budget, **kind)}"
+    )
 
 
 def _checkpoint_choice(config: Config, strategy: Strategy) -> tuple[int, bool] | None:
