@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 from recipe.config.fields import DATASETS, DataConfig
@@ -81,26 +80,23 @@ def text_files(name: str) -> tuple[list[Path], list[Path]]:
         paths = [directory] if directory.is_file() else sorted(map(Path, glob.glob(name, recursive=True)), key=str)
         files = [path for path in paths if _is_file(path)]
         return ([] if any(path.suffix == ".bin" for path in files) else files), []
-    relative_paths = [path.relative_to(directory) for path in _walk(directory)]
-    output_dirs = {path.parent for path in relative_paths if path.name in _OUTPUT_MARKERS}  # such as data/NAME in data/
-    visible_paths = [path for path in relative_paths if not any(part.startswith(".") for part in path.parts)]
-    texts = [path for path in visible_paths if path.name.lower() not in _HUB_METADATA]
-    paths = [directory / path for path in texts if output_dirs.isdisjoint(path.parents)]
+    paths: list[Path] = []
+    for parent, directories, names in os.walk(directory, onerror=_refuse):
+        if _OUTPUT_MARKERS.intersection(names):  # such as data/NAME in data/
+            directories.clear()
+            continue
+        directories[:] = [name for name in directories if not name.startswith(".")]
+        visible_names = [name for name in names if not name.startswith(".") and name.lower() not in _HUB_METADATA]
+        paths += [Path(parent, name) for name in (*visible_names, *directories)]
     files = sorted((path for path in paths if _is_file(path) or path.is_symlink()), key=str)
     is_read = {path: bool(text_suffix(path)) and not path.is_dir() for path in files}
     return [path for path in files if is_read[path]], [path for path in files if not is_read[path]]
 
 
-def _walk(directory: Path) -> Iterator[Path]:
-    """All files and directories below `directory`. Raises UserError for one that cannot be read, which pathlib would
-    skip, unless it is hidden or a disk's lost+found."""
-
-    def refuse(error: OSError) -> None:
-        if not Path(error.filename).name.startswith(".") and Path(error.filename).name != "lost+found":
-            raise UserError(f"{error.filename}: {error.strerror}; make it readable, or move it away") from None
-
-    for parent, directories, files in os.walk(directory, onerror=refuse):
-        yield from (Path(parent, name) for name in (*directories, *files))
+def _refuse(error: OSError) -> None:
+    """A directory that cannot be read: os.walk would skip it."""
+    if Path(error.filename).name != "lost+found":  # of a disk
+        raise UserError(f"{error.filename}: {error.strerror}; make it readable, or move it away") from None
 
 
 def _is_file(path: Path) -> bool:
