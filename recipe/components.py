@@ -78,15 +78,8 @@ def open_components(
         if checkpoint:
             check_same_data(state["data"], train_data.state_dict(), config.data.dataset_name)
         raw_model, model, optimizer = _model_and_optimizer(config, batch, strategy, checkpoint)
-        batches = BatchLoader(
-            train_data,
-            batch,
-            processes.rank,
-            step,
-            config.optimizer.max_steps,
-            to_device=strategy.device.put,
-            pin=strategy.device.type == "cuda",
-        )
+        steps, device = range(step, config.optimizer.max_steps), strategy.device
+        batches = BatchLoader(train_data, batch, processes.rank, steps, to_device=device.put, pin=device.type == "cuda")
         is_rewound = checkpoint is not None and processes.is_main and set_aside(checkpoint)
         metrics = Metrics(config, strategy, batches, step)
         stateful = {

@@ -81,9 +81,7 @@ class Evaluator:
             tick(number, batches)
             runtime.agreement.check_stop()
             rows, targets = self._validation_batch(data, number * world_size + rank, windows)
-            weight = ((targets != IGNORE_INDEX).sum().view(1) / self.config.data.sequence_length).to(
-                device.torch_device
-            )  # (1,) sequences
+            weight = (targets[:, 0] != IGNORE_INDEX).sum().float().view(1).to(device.torch_device)  # (1,) sequences
             loss = model(device.put(rows), device.put(targets))
             total += torch.stack((loss.float(), torch.ones_like(total[0]))) * weight
             device.flush()

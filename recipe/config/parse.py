@@ -141,13 +141,9 @@ class _StringLoader(yaml.SafeLoader):
         keys = set()
         for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
             if key.value in keys:
-                raise _DuplicateKey(key.value, key.start_mark)
+                raise UserError(f"line {key.start_mark.line + 1}: {key.value} is given twice; remove one of them")
             keys.add(key.value)
         return super().construct_mapping(node, deep)
-
-
-class _DuplicateKey(yaml.YAMLError):
-    """Raised with the key and the position of its second occurrence."""
 
 
 _StringLoader.yaml_implicit_resolvers = {
@@ -160,9 +156,8 @@ def _load(text: str | bytes, origin: str, expected: str):
     """Parses YAML. Raises UserError, which starts with `origin` and ends with what was `expected`."""
     try:
         return _StringLoader(text).get_single_data()
-    except _DuplicateKey as error:
-        name, mark = error.args
-        raise UserError(f"{origin}, line {mark.line + 1}: {name} is given twice; remove one of them") from None
+    except UserError as error:
+        raise UserError(f"{origin}, {error}") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # not chained: its message quotes the text
         mark = getattr(error, "problem_mark", None)
         position = f", line {mark.line + 1}" if mark else " in UTF-8"

@@ -159,25 +159,18 @@ def _open_stream(
     data: DataConfig, settings: tuple[int, ...], processes: Processes, window: int, state: dict | None, stack: ExitStack
 ) -> tuple[StreamedDataset, TokenDataset]:
     """Starts this node's builder and waits for its first shards; the run reads from window `window` on."""
-    out = Path(data.dataset_name)
-    commit = None
-
-    def start(commit: str | None) -> str | None:
-        builder = BuilderProcess(data, processes.local_world_size, commit, (state or {}).get("manifest"))
-        stack.callback(builder.close)
-        text = " ".join(filter(None, (data.train_text, data.dataset_config)))
-        logger.info("data       streaming %s into %s, at most %g GB", text, out, data.disk_budget_gb)
-        return open_manifest(out).source.get("commit")
-
+    out, commit = Path(data.dataset_name), None
     # The main process's builder chooses the data set's commit; the builders of the other nodes receive it.
     # No process goes on before all builders have started: it could read the status file of an earlier run.
-    with processes.shared_error("the stream did not start"):
-        if processes.is_main:
-            commit = start(None)
-    commit = processes.broadcast_object(commit)
-    with processes.shared_error("the stream did not start"):
-        if processes.local_rank == 0 and not processes.is_main:
-            start(commit)
+    for starts_now in (processes.is_main, processes.local_rank == 0 and not processes.is_main):
+        with processes.shared_error("the stream did not start"):
+            if starts_now:
+                builder = BuilderProcess(data, processes.local_world_size, commit, (state or {}).get("manifest"))
+                stack.callback(builder.close)
+                text = " ".join(filter(None, (data.train_text, data.dataset_config)))
+                logger.info("data       streaming %s into %s, at most %g GB", text, out, data.disk_budget_gb)
+                commit = open_manifest(out).source.get("commit")
+        commit = processes.broadcast_object(commit)
     if data.val_data:
         val_shards = _validation_shards(data)
     elif not (val_shards := open_manifest(out).shards_in(out, "val")):

@@ -16,7 +16,7 @@ from recipe.utils.errors import UserError, first_line
 
 
 class BatchLoader:
-    """A process's micro-batches of steps [start, stop) in order, (micro, T + 1) int64, on the device.
+    """A process's micro-batches of `steps` in order, (micro, T + 1) int64, on the device.
 
     One thread reads two steps ahead: verifying a shard, reading it and copying into pinned memory overlap with the
     step.
@@ -27,14 +27,13 @@ class BatchLoader:
         dataset: Dataset,
         batch: BatchPlan,
         rank: int,
-        start: int,
-        stop: int,
+        steps: range,
         *,
         to_device: Callable[[torch.Tensor], torch.Tensor],
         pin: bool,
     ):
         self._dataset, self._batch, self._rank, self._to_device, self._pin = dataset, batch, rank, to_device, pin
-        self._indices = ((step, m) for step in range(start, stop) for m in range(batch.accumulation))
+        self._indices = ((step, m) for step in steps for m in range(batch.accumulation))
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="batches")
         self._pending: deque[Future] = deque()
         self._wait_seconds = 0.0

@@ -128,7 +128,7 @@ class StreamedDataset(TokenDataset):
                 return np.concatenate(arrays)
             next_shard = len(self.shards)  # the first one of the next epoch if the stream ends here
             self._pass_to(next_shard)
-            self._wait_for(self._refresh, next_shard)
+            wait_for(self.out, self._refresh, f"shard {next_shard}", self._closed)
             self.check_batch()
 
     def advance_to(self, window: int) -> None:
@@ -146,11 +146,8 @@ class StreamedDataset(TokenDataset):
 
     def _open(self, epoch: int, shard: int) -> tuple[ShardReader, np.ndarray]:
         self._pass_to(epoch * len(self.shards) + shard)
-        self._wait_for(self.shards[shard].path.exists, shard)
+        wait_for(self.out, self.shards[shard].path.exists, f"shard {shard}", self._closed)
         return super()._open(epoch, shard)
-
-    def _wait_for(self, condition: Callable[[], object], shard: int) -> None:
-        wait_for(self.out, condition, f"shard {shard}", self._closed)
 
     def _pass_to(self, shard: int) -> None:
         """Lets the builder delete the shards before `shard`, counted over all epochs."""

@@ -45,32 +45,25 @@ def export(run: Path, out: Path, *, best: bool = False, license: str = "") -> Pa
 
 
 def choose(run: Path, best: bool, *, to_resume: bool = False) -> Path:
-    """The newest intact checkpoint of `run`, or the `best` one, or `run` itself if it is one; with its optimizer state
-    only if `to_resume`. Raises UserError."""
+    """The newest intact checkpoint of `run`; or the `best` one, by the validation losses in metrics.jsonl, among those
+    still on disk; or `run` itself if it is one. With its optimizer state only if `to_resume`. Raises UserError."""
     if (run / "manifest.json").is_file():
         if best:
             raise UserError(f"{run} is one checkpoint, but --best chooses among a run's; name {run.resolve().parent}")
         if problems := verify(run.resolve(), to_resume=to_resume):  # `run` may be a link
             raise UserError(f"{run}: {problems[0]}; name its run to take the newest intact checkpoint")
         return run
-    checkpoint = best_intact(run, to_resume) if best else newest_intact(run, to_resume=to_resume)
-    if checkpoint is None:
-        if best:
-            reason = "none of its checkpoints is intact and was evaluated (eval_steps); omit --best to take the newest"
-        else:
-            reason = "no checkpoint there; name a run directory, such as runs/shakespeare"
-        raise UserError(f"{run}: {reason}")
-    return checkpoint
-
-
-def best_intact(run: Path, to_resume: bool = False) -> Path | None:
-    """The intact checkpoint with the lowest validation loss in metrics.jsonl, among those still on disk."""
+    if not best:
+        if checkpoint := newest_intact(run, to_resume=to_resume):
+            return checkpoint
+        raise UserError(f"{run}: no checkpoint there; name a run directory, such as runs/shakespeare")
     losses = val_losses(run)
     for loss, path in sorted((losses[step_of(path)], path) for path in checkpoints(run) if step_of(path) in losses):
         if not verify(path, to_resume=to_resume):
             logger.info("best       %s has the lowest validation loss of those kept, %.4f", path, loss)
             return path
-    return None
+    reason = "none of its checkpoints is intact and was evaluated (eval_steps); omit --best to take the newest"
+    raise UserError(f"{run}: {reason}")
 
 
 def push(args: argparse.Namespace) -> ExitCode:

@@ -60,7 +60,7 @@ class Metrics:
         self.warning, self.unwritten = "", {}
         self.tracker = Tracker(config, first_step)
         self._log: MetricsLog | None = None  # on the main process only
-        self._step = self._read_step = first_step  # of the last record, and of the last reading
+        self._read_step = first_step  # of the last reading
         self._values: dict = {}  # of the last reading
         self._grad_norm = torch.zeros((), device=strategy.device.torch_device)  # of the last step
         self._exit_stack = ExitStack()
@@ -70,12 +70,12 @@ class Metrics:
         processes, opt = self._strategy.runtime.processes, self._config.optimizer
         with self._exit_stack as stack:
             if processes.is_main:
-                self._log = MetricsLog(Path(self._config.run.output_dir) / "metrics.jsonl", self._step)
+                self._log = MetricsLog(Path(self._config.run.output_dir) / "metrics.jsonl", self._read_step)
                 stack.callback(self._log.close)
                 self._values = self._log.earlier | self._values
             self._values = processes.broadcast_object(self._values)
             hours, show = self._config.run.train_hours if self._config.undecided else 0.0, processes.is_main
-            self._progress = Progress(opt.max_steps, opt.total_batch_tokens, self._step, hours=hours, show=show)
+            self._progress = Progress(opt.max_steps, opt.total_batch_tokens, self._read_step, hours=hours, show=show)
             stack.callback(self._progress.close)
             if processes.is_main:
                 self.tracker.start()
@@ -91,7 +91,6 @@ class Metrics:
         """The record of this step, to which evaluations are added: values that an earlier process measured at this step
         and, if `read`, those gathered on the device since the last reading. A collective call, which waits for the
         device if it reads. Raises UserError after too many skipped steps in a row."""
-        self._step = step
         if read and step > self._read_step:
             self._values, self._read_step = self._read(step), step
         values = self._values if step == self._read_step else {}

@@ -69,10 +69,10 @@ def test_the_best_is_the_intact_checkpoint_with_the_lowest_validation_loss(whole
     run = shutil.copytree(whole_run[0], tmp_path / "run")
     with open(run / "metrics.jsonl", "a") as log:
         log.write('{"step": 10, "val_loss": 0.5}\n{"step": 15, "val_loss": 0.1}\n{"step": 20, "val_loss": 0.6}\n')
-    assert export.best_intact(run) == run / "step_00000010"
+    assert export.choose(run, best=True) == run / "step_00000010"
     with open(run / "metrics.jsonl", "a") as log:
         log.write('{"step": 20, "val_loss": 0.4}\n')
-    assert export.best_intact(run) == run / "step_00000020"
+    assert export.choose(run, best=True) == run / "step_00000020"
     (run / "step_00000020" / "config.json").write_text("{}")
     assert export.export(run, tmp_path / "out", best=True) == run / "step_00000010"
     with pytest.raises(UserError, match=r"step_00000020: config\.json has 2 bytes"):
