@@ -147,16 +147,13 @@ def parse_request(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def earlier_recipe(request: argparse.Namespace, config: Config, strategy: Strategy, path: Path) -> list[str] | None:
     """The lines of the recipe that was written for the same request, if there is one. A collective call. Raises
-    UserError if there is another one, or if none could be written."""
+    UserError if there is another one."""
     with strategy.runtime.processes.shared_error("there is another recipe"):
         if path.exists() and not config.run.fresh:
             lines = path.read_text().splitlines()
             if f"# {request.title}" not in lines:
                 raise UserError(f"{path} is for something else; give another --run_name, or --fresh")
             return lines
-        if strategy.runtime.processes.is_main:
-            with run_directory(path.parent):  # now, before the text is read
-                pass
     return None
 
 
@@ -168,11 +165,11 @@ def write_recipe(request: argparse.Namespace, flags: list[str], config: Config, 
     for name in request.given & CHOSEN:
         raise UserError(f"--{name}: best.py chooses the shape and the batch; change them in a copy of its recipe")
     processes = strategy.runtime.processes
-    forecaster, seconds = read_text(request, config, strategy)
-    with ExitStack() as lock:  # through the search, so that there is one search for a run at a time
+    with ExitStack() as lock:  # before the text is read and through the search: one search for a run at a time
         with processes.shared_error("the recipe cannot be written"):
             if processes.is_main:
                 lock.enter_context(run_directory(path.parent))
+        forecaster, seconds = read_text(request, config, strategy)
         fields, best = search(request, flags, config, forecaster, seconds)
         # The recipe's place names the run, so that a copy is another one, unless another name was given.
         if any(flag.startswith("--run_name") for flag in flags) and config.run.run_name != path.parent.name:
