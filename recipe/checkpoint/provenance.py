@@ -48,7 +48,7 @@ def about(config: Config, strategy: Strategy, step: int, earlier_parts: list[dic
         "processes": processes.world_size,
         "nodes": processes.nodes,
         "precision": device.precision,
-        "compiled": bool(config.run.torch_compile and not device.no_compile),
+        "compiled": bool(config.run.torch_compile and not strategy.runtime.no_compile),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "micro_batch_size": batch_arithmetic(config, processes.world_size, device.count).micro,
         "python": platform.python_version(),

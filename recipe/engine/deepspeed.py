@@ -41,7 +41,8 @@ class ZeroStrategy(Strategy):
         accelerator = start_accelerator(precision, "no", handlers, (DistributedType.DEEPSPEED,))
         stage = accelerator.state.deepspeed_plugin.zero_stage
         runtime = Runtime(processes_of(accelerator), f"zero{stage}")
-        return cls(local_device(accelerator.device, precision, runtime), runtime, accelerator)
+        device = local_device(accelerator.device, precision, runtime.processes.local_world_size)
+        return cls(device, runtime, accelerator)
 
     def _wrap(self, model: nn.Module, optimizer: Optimizer, batch: BatchPlan):
         config = self._accelerator.state.deepspeed_plugin.deepspeed_config

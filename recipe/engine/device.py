@@ -7,12 +7,10 @@ from dataclasses import dataclass
 import torch
 
 from recipe.engine import hardware
-from recipe.engine.runtime import Runtime
 from recipe.model.attention import block_attention
 from recipe.utils.processes import Processes
 from recipe.utils.units import plural
 
-XLA_COMPILES = "XLA itself compiles full steps"
 _ELSEWHERE = torch.device("meta")
 
 
@@ -28,7 +26,6 @@ class Device:
     count: int = 1  # devices that this process drives: more than one only for the TPU cores behind one process
     memory: int | None = None  # bytes of each device's own memory; None if it has none or it is not known
     peak_flops: float | None = None  # of all `count` in FLOP/s; None if it is not known
-    no_compile: str = ""  # why torch.compile is ignored
     attention: Callable | None = None  # replaces the model's own
     checkpoint: Callable | None = None  # the same
     adamw: str = "fused"  # which of torch's implementations of AdamW
@@ -74,9 +71,8 @@ class Device:
         return {"peak_memory_bytes": hardware.peak_memory(self.torch_device)}
 
 
-def local_device(device: torch.device, precision: str, runtime: Runtime) -> Device:
-    """The device of this process, set up for training in the (resolved) precision."""
-    local_world_size = runtime.processes.local_world_size
+def local_device(device: torch.device, precision: str, local_world_size: int) -> Device:
+    """This process's device, one of `local_world_size` on its node, set up to train in the (resolved) precision."""
     torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")
     if device.type == "cuda":
         name, idle = torch.cuda.get_device_name(device), torch.cuda.device_count() - local_world_size
@@ -90,7 +86,6 @@ def local_device(device: torch.device, precision: str, runtime: Runtime) -> Devi
             peak_flops=hardware.peak_flops(name),
             pad_vocab_to=128,  # for tensor cores; on a CPU it costs 7 %, and a TPU gains nothing
             eval_multiples=(1, 64, 1),  # few lengths: cuDNN plans attention with a mask for each of them
-            no_compile=runtime.no_compile,
             note=f"not used: {plural(idle, 'GPU')}; ddp.yaml, or more --num_processes, uses all" if idle > 0 else "",
         )
     if device.type == "cpu":
@@ -104,12 +99,11 @@ def local_device(device: torch.device, precision: str, runtime: Runtime) -> Devi
             device,
             chip=f"{hardware.processor()}, {torch.backends.cpu.get_cpu_capability()}",
             attention=block_attention if precision == "bf16" else None,
-            no_compile=runtime.no_compile,
         )
     return Device(device.type, device.type.upper(), precision, device, chip=device.type, sum_dtype=torch.float32)
 
 
-def planned_device(name: str, precision: str, runtime: Runtime, count: int = 1) -> Device:
+def planned_device(name: str, precision: str, count: int = 1) -> Device:
     """A device that is not here, by its name in DEVICES, or `count` TPU cores behind one process. Raises UserError if
     it lacks the precision."""
     sheet = hardware.DEVICES[name]
@@ -124,5 +118,4 @@ def planned_device(name: str, precision: str, runtime: Runtime, count: int = 1) 
         count=count,
         memory=int(1e9 * sheet.memory),
         peak_flops=sheet.peak * count,
-        no_compile=XLA_COMPILES if device_type == "xla" else runtime.no_compile,
     )

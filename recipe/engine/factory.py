@@ -7,7 +7,7 @@ from accelerate.utils import is_torch_xla_available
 from recipe.engine import hardware
 from recipe.engine.device import planned_device
 from recipe.engine.launch import check_launch, has_torch_tpu, wants, wants_tpu
-from recipe.engine.runtime import Runtime
+from recipe.engine.runtime import XLA_COMPILES, Runtime
 from recipe.engine.strategy import Strategy
 from recipe.utils.errors import UserError
 from recipe.utils.processes import Processes
@@ -51,7 +51,7 @@ def _planned_strategy(precision: str, devices: str) -> Strategy:
         from recipe.engine.fsdp import take_settings
 
         sharding = "fsdp"
-        take_settings(planned_device(name, precision, Runtime(Processes())).precision)
+        take_settings(planned_device(name, precision).precision)
     elif wants("DEEPSPEED"):
         from recipe.engine.deepspeed import zero_stage
 
@@ -59,8 +59,8 @@ def _planned_strategy(precision: str, devices: str) -> Strategy:
     runtime = Runtime(Processes(rank, count, rank, min(count, 8), is_main=rank == 0), sharding)
     if name in ("TPU V2", "TPU V3"):  # run by torch_xla: one process drives all of them
         how = f"{count} devices behind one process" if count > 1 else ""
-        runtime = Runtime(Processes(rank, is_main=rank == 0), how=how)
-    device = planned_device(name, precision, runtime, count // runtime.processes.world_size)
+        runtime = Runtime(Processes(rank, is_main=rank == 0), how=how, no_compile=XLA_COMPILES)
+    device = planned_device(name, precision, count // runtime.processes.world_size)
     if sharding and device.type != "cuda" and (device.type, sharding) != ("tpu", "fsdp"):
         file = {"tpu": "tpu-fsdp", "xla": "tpu"}.get(device.type, "single")
         raise UserError(f"{sharding} does not run on {name}; launch with accelerate_configs/{file}.yaml")

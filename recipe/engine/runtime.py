@@ -6,7 +6,7 @@ from recipe.engine.shutdown import Agreement, StopSignal
 from recipe.utils.processes import Processes
 from recipe.utils.units import plural
 
-_METHODS = {"": "DDP", "fsdp": "FSDP"}  # and zero1 to zero3
+XLA_COMPILES = "XLA itself compiles full steps"
 
 
 class Runtime:
@@ -23,16 +23,22 @@ class Runtime:
     """
 
     def __init__(
-        self, processes: Processes, sharding: str = "", *, how: str | None = None, optimizers: tuple[str, ...] = ()
+        self,
+        processes: Processes,
+        sharding: str = "",
+        *,
+        how: str | None = None,
+        optimizers: tuple[str, ...] = (),
+        no_compile: str = "",
     ):
         """By default `how` follows from the sharding and the number of processes."""
         self.processes, self.sharding = processes, sharding
-        self.method = _METHODS.get(sharding) or f"ZeRO-{sharding[-1]}"
+        self.method = {"": "DDP", "fsdp": "FSDP"}.get(sharding) or f"ZeRO-{sharding[-1]}"
         if how is None:
             is_single = processes.world_size == 1 and not sharding
             how = "" if is_single else f"{self.method} over {plural(processes.world_size, 'process', 'es')}"
         self.how = how
-        self.optimizers, self.no_compile = optimizers, ""
+        self.optimizers, self.no_compile = optimizers, no_compile
         if sharding == "zero3":  # DeepSpeed does not show there which elements of a matrix a process has, for Muon
             self.optimizers = ("adamw",)
             self.no_compile = "ZeRO-3 gathers weights while the model runs, which torch.compile cannot trace"

@@ -64,7 +64,8 @@ class Strategy:
         supported = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
         accelerator = start_accelerator(precision, mixed_precision, handlers, supported)
         runtime = Runtime(processes_of(accelerator), cls._sharding)
-        return cls(local_device(accelerator.device, precision, runtime), runtime, accelerator)
+        device = local_device(accelerator.device, precision, runtime.processes.local_world_size)
+        return cls(device, runtime, accelerator)
 
     def __str__(self) -> str:
         """The device and how processes share the work, in words."""
@@ -75,7 +76,7 @@ class Strategy:
     def place(self, model: GPT2LMHeadModel, *, compile: str) -> None:
         """Moves the model to the device and compiles it if `compile` names a mode. Call it before make_optimizer."""
         model.to(self.device.torch_device)
-        if compile and not self.device.no_compile:
+        if compile and not self.runtime.no_compile:
             # regional: block by block, and all blocks run the code compiled for the first
             for module in model.transformer.h if compile == "regional" else [model]:
                 hardware.compile_graph(module, compile)

@@ -37,8 +37,8 @@ from torch_xla.utils.checkpoint import checkpoint
 
 from recipe.config import BatchPlan
 from recipe.engine import hardware
-from recipe.engine.device import XLA_COMPILES, Device
-from recipe.engine.runtime import Runtime
+from recipe.engine.device import Device
+from recipe.engine.runtime import XLA_COMPILES, Runtime
 from recipe.engine.strategy import Strategy, start_accelerator
 from recipe.optim.optimizer import state_names
 from recipe.utils.errors import UserError
@@ -105,8 +105,9 @@ class XlaStrategy(Strategy):
             torch.distributed.init_process_group("gloo", init_method="xla://")
             processes = Processes(is_main=xr.process_index() == 0, hosts=torch.distributed.group.WORLD)
             how = f"{plural(device.count, 'device')}, a process on each of {hosts} hosts"
-        # The optimizers whose state `_wrap` creates.
-        return cls(device, Runtime(processes, how=how, optimizers=("adamw", "muon")), accelerator)
+        optimizers = ("adamw", "muon")  # whose state `_wrap` creates
+        runtime = Runtime(processes, how=how, optimizers=optimizers, no_compile=XLA_COMPILES)
+        return cls(device, runtime, accelerator)
 
     def place(self, model: nn.Module, *, compile: str) -> None:
         """As Strategy's, replicated on the devices; XLA compiles every step anyway."""
@@ -194,7 +195,6 @@ def _device(device: torch.device, generation: str, precision: str) -> XlaDevice:
         count=count,
         memory=int(1e9 * hardware.DEVICES[model].memory) if model else None,
         peak_flops=hardware.DEVICES[model].peak * count if model else None,
-        no_compile=XLA_COMPILES,
         checkpoint=checkpoint,
         adamw="capturable",  # keeps the step count in tensors
         eval_multiples=(math.lcm(32, count), 64, 1024),  # few shapes, each of which is compiled

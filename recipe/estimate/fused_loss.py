@@ -11,7 +11,6 @@ import torch
 from recipe.checkpoint.format import newest_state
 from recipe.config import AUTO, Config
 from recipe.engine import hardware
-from recipe.engine.device import Device
 from recipe.engine.strategy import Strategy
 from recipe.model.loss import IGNORE_INDEX, can_fuse, plain_loss_sum
 from recipe.utils.errors import first_line
@@ -39,28 +38,24 @@ def fused_loss(config: Config, strategy: Strategy) -> tuple[Config, str]:
         return config.replace(fused_loss=False), ""
     if config.run.dry_run:
         return config.replace(fused_loss=True), "loss       fused kernel, if the run finds it right and faster"
-    fused = processes.broadcast_object(_checkpoint_choice(config, device.chip) if processes.is_main else None)
+    state = newest_state(config.run) if processes.is_main else {}
+    is_same_chip = bool(state) and state["about"][-1]["device"] == device.chip
+    fused = processes.broadcast_object(state["config"].get("fused_loss") if is_same_chip else None)
     if fused is not None:
         line = f"loss       {'' if fused else 'not '}fused, as in the run's newest checkpoint"
         return config.replace(fused_loss=fused), line
-    result, problem = _try_kernel(config, device)
+    result, problem = _try_kernel(config, strategy)
     if processes.anywhere(bool(problem)):
         reason = problem or "the kernel fails on another process"
         return config.replace(fused_loss=False), f"loss       not fused: {reason}"
     return config.replace(fused_loss=True), f"loss       fused kernel, checked here: {result}"
 
 
-def _checkpoint_choice(config: Config, chip: str) -> bool | None:
-    """`fused_loss` in this run's newest checkpoint, if that was saved on the same kind of device."""
-    state = newest_state(config.run)
-    return state["config"].get("fused_loss") if state and state["about"][-1]["device"] == chip else None
-
-
-def _try_kernel(config: Config, device: Device) -> tuple[str, str]:
+def _try_kernel(config: Config, strategy: Strategy) -> tuple[str, str]:
     """The kernel's error and speed on this process's device, and why it must not be used, empty if it may."""
-    vocab_size, dtype = config.model.vocab_size, device.dtype
+    device, vocab_size, dtype = strategy.device, config.model.vocab_size, strategy.device.dtype
     shape = ROWS, vocab_size + -vocab_size % device.pad_vocab_to
-    compiled = config.run.torch_compile and not device.no_compile
+    compiled = config.run.torch_compile and not strategy.runtime.no_compile
     try:
         errors, speedup = compare(device.torch_device, dtype, shape, vocab_size, compiled)
     except Exception as error:  # Triton, ptxas and CUDA raise many types, and a run can do without the kernel

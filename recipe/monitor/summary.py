@@ -67,7 +67,7 @@ def _model(config: Config) -> str:
 
 def _device(config: Config, strategy: Strategy) -> str:
     run, device = config.run, strategy.device
-    compiled = f", compiled ({run.torch_compile_mode})" if run.torch_compile and not device.no_compile else ""
+    compiled = f", compiled ({run.torch_compile_mode})" if run.torch_compile and not strategy.runtime.no_compile else ""
     return f"device     {device.name}, {device.precision}{' (auto)' if run.precision == 'auto' else ''}{compiled}"
 
 
@@ -149,8 +149,8 @@ def _notes(config: Config, strategy: Strategy) -> Iterator[str]:
         yield f"other programs use {busy:.1f} of {os.cpu_count()} cores, which slows this run"
     if device.type == "cpu" and (has_tpu() or has_torch_tpu()):
         yield "this machine's TPU is idle; accelerate_configs/tpu.yaml uses it"
-    if config.run.torch_compile and device.no_compile:
-        yield f"not compiled: {device.no_compile}"
+    if config.run.torch_compile and strategy.runtime.no_compile:
+        yield f"not compiled: {strategy.runtime.no_compile}"
     if device.note:
         yield device.note
 
