@@ -28,7 +28,7 @@ from recipe.engine.strategy import Strategy
 from recipe.model.gpt2 import GPT2LMHeadModel
 from recipe.optim.optimizer import steps_taken
 from recipe.utils.checkpoints import val_losses
-from recipe.utils.errors import DirectoryLost, UserError, first_line, writing
+from recipe.utils.errors import Lasting, UserError, first_line, writing
 from recipe.utils.redaction import redacted
 
 logger = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ class CheckpointManager:
     def save(self, step: int, record: dict) -> None:
         """Starts to write a checkpoint of this step, unless it is saved already. `record` holds what was measured at
         this step; its line of metrics.jsonl is written after the evaluations. A collective call. Raises
-        DirectoryLost."""
+        Lasting."""
         if step <= self._saved_step:
             return
         processes, self._saved_step = self._strategy.runtime.processes, step
@@ -92,7 +92,7 @@ class CheckpointManager:
             self.join()
             self._unsaved = None  # frees its memory for this checkpoint
             if processes.anywhere(processes.is_main and self._is_lost()):
-                raise DirectoryLost(
+                raise Lasting(
                     f"{self._run_dir} was moved or replaced while this run was going on, so nothing more is written "
                     "there; give the place where its checkpoints are now as --output_dir to continue it"
                 )

@@ -16,7 +16,7 @@ from pathlib import Path
 from recipe.config import DataConfig
 from recipe.data.producer import Producer
 from recipe.data.shards import DTYPE, HEADER_BYTES, Manifest
-from recipe.utils.errors import UserError
+from recipe.utils.errors import UserError, may_pass
 from recipe.utils.files import replace_file
 from recipe.utils.log import set_up_logging
 from recipe.utils.redaction import redacted
@@ -114,7 +114,8 @@ def main() -> None:
     try:
         Builder(data, job["readers"]).run(job["commit"], Manifest(**saved_manifest) if saved_manifest else None)
     except (UserError, OSError) as error:
-        write_json(out / STATUS, {"error": str(error) if isinstance(error, UserError) else f"{out}: {error}"})
+        text = str(error) if isinstance(error, UserError) else f"{out}: {error}"
+        write_json(out / STATUS, {"error": text, "may_pass": may_pass(error)})
 
 
 def _end_with_parent() -> None:

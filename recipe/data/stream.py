@@ -19,7 +19,7 @@ from recipe.data.builder import POLL_S, STATUS, read_json, reader_path, write_js
 from recipe.data.dataset import TokenDataset
 from recipe.data.prepare import directory_lock
 from recipe.data.shards import Manifest, ShardReader
-from recipe.utils.errors import UserError
+from recipe.utils.errors import Unreachable, UserError
 
 logger = logging.getLogger(__name__)
 
@@ -76,8 +76,8 @@ def wait_for(out: Path, condition: Callable[[], object], awaited: str, closed: t
     start = time.monotonic()
     last_logged = start + _FIRST_LINE_AFTER_S - _LOG_INTERVAL_S
     while not condition():
-        if error := read_json(out / STATUS).get("error"):
-            raise UserError(error)
+        if error := (status := read_json(out / STATUS)).get("error"):
+            raise (Unreachable if status.get("may_pass") else UserError)(error)
         if closed and closed.is_set():
             raise UserError("the run ended while it waited for data")
         if time.monotonic() - last_logged > _LOG_INTERVAL_S:

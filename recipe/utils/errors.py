@@ -16,8 +16,15 @@ class Unreachable(UserError):
     """The Hub or a disk does not answer; a restart may help."""
 
 
-class DirectoryLost(UserError):
-    """The run's directory was moved or replaced while the run was going on: a restart would begin at step 0."""
+class Lasting(UserError):
+    """An error in the middle of a run that a restart would meet again or, where the run's directory was moved, would
+    answer by starting over."""
+
+
+def may_pass(error: Exception) -> bool:
+    """Whether a disk or the Hub has failed, which may work at the next start."""
+    causes = error, error.__cause__
+    return any(isinstance(e, OSError | Unreachable) and not isinstance(e, FileNotFoundError) for e in causes)
 
 
 class ArgumentParser(argparse.ArgumentParser):
@@ -52,6 +59,8 @@ def reading(path: Path | str, way_out: str, action: str = "read") -> Generator[N
         reason = getattr(error, "strerror", None) or first_line(error).rstrip(":")
         if isinstance(error, KeyError):
             reason = f"no {reason}"
+        if isinstance(error, UnicodeDecodeError):  # whose position is that in a part of the file
+            reason = f"not UTF-8: byte {error.object[error.start]:#x}"
         raise UserError(f"{path} cannot be {action} ({reason}); {way_out}") from error
 
 

@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import torch
 
-from recipe.utils.errors import Unreachable, UserError
+from recipe.utils.errors import Unreachable, UserError, may_pass
 
 LONGEST_TURN = timedelta(days=7)  # of one process in `main_process_first`, such as preparing a large text
 
@@ -72,8 +72,8 @@ class Processes:
         except (UserError, OSError) as e:
             error = e
         if self.anywhere(error is not None):
-            kind = Unreachable if self.anywhere(isinstance(error, OSError | Unreachable)) else UserError
-            raise kind(error or f"{failure} on another process; its error message has the cause")
+            kind = Unreachable if self.anywhere(error is not None and may_pass(error)) else UserError
+            raise kind(str(error or "") or f"{failure} on another process; its error message has the cause")
 
     @contextmanager
     def main_process_first(self) -> Generator[None, None, None]:

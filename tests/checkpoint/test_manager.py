@@ -19,7 +19,7 @@ from recipe.config import parse_config
 from recipe.engine.device import Device
 from recipe.engine.runtime import Runtime
 from recipe.engine.strategy import Strategy
-from recipe.utils.errors import DirectoryLost
+from recipe.utils.errors import Lasting
 from recipe.utils.processes import Processes
 from tests.checkpoint import save
 from tests.conftest import tensors
@@ -147,7 +147,7 @@ def test_a_run_whose_directory_was_replaced_ends_and_touches_nothing_there(run, 
         (run.directory / ".saving-step_00000003").mkdir()
         paths = sorted(run.directory.iterdir())
         assert run.manager.finish()  # which would prune
-        with pytest.raises(DirectoryLost, match=f"^{run.directory} was moved or replaced while this run was going on"):
+        with pytest.raises(Lasting, match=f"^{run.directory} was moved or replaced while this run was going on"):
             run.save(4)
         run.lock.close()
         assert sorted(run.directory.iterdir()) == paths

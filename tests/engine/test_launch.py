@@ -17,7 +17,7 @@ import torch
 from recipe.engine import factory
 from recipe.engine.launch import EXIT_GRACE_S, check_launch, fail
 from recipe.engine.shutdown import StopSignal
-from recipe.utils.errors import DirectoryLost, Unreachable, UserError
+from recipe.utils.errors import Lasting, Unreachable, UserError
 from recipe.utils.processes import Processes
 from tests.conftest import ROOT, environment, launch, ok, run_train
 
@@ -246,6 +246,18 @@ def test_a_deepspeed_file_that_sets_more_than_sharding_is_refused(monkeypatch, t
         zero_stage()
 
 
+def test_an_accelerate_file_that_sets_more_than_deepspeeds_file_is_refused(monkeypatch):
+    """Accelerate would raise an error that does not name the field."""
+    from recipe.engine.deepspeed import zero_stage
+
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(ROOT / "ds_configs" / "zero1.json"))
+    monkeypatch.setenv(
+        "ACCELERATE_CONFIG_DS_FIELDS", "deepspeed_config_file,zero3_init_flag,gradient_accumulation_steps"
+    )
+    with pytest.raises(UserError, match="sets gradient_accumulation_steps beside deepspeed_config_file; remove it"):
+        zero_stage()
+
+
 def test_a_deepspeed_launch_without_deepspeeds_file_names_one(monkeypatch):
     """As `accelerate config` writes it for somebody without such a file."""
     from recipe.engine.deepspeed import zero_stage
@@ -271,6 +283,13 @@ def test_kaggles_address_of_the_tpu_is_dropped_before_torch_xla_starts(monkeypat
     assert addresses == [None, "10.0.0.1:8476"]
 
 
+def caused_by(cause: OSError) -> UserError:
+    """As `reading` and `writing` raise it."""
+    error = UserError(f"runs/gpt2 cannot be read ({cause})")
+    error.__cause__ = cause
+    return error
+
+
 @pytest.mark.slow
 def test_torchrun_does_not_restart_a_mistake(tmp_path):
     """It would meet the same error three times more, or train again from step 0 where the run's directory was moved."""
@@ -288,9 +307,12 @@ def test_torchrun_does_not_restart_a_mistake(tmp_path):
     [
         (UserError("dataset_name nowhere.txt"), False, False),
         (UserError("shard.bin cannot be read (Stale file handle)"), True, True),
+        (caused_by(OSError("Input/output error")), False, True),
+        (caused_by(FileNotFoundError("No such file or directory")), False, False),
         (OSError("Input/output error"), False, True),
+        (torch.OutOfMemoryError("CUDA out of memory. GPU 0 has"), True, False),
         (Unreachable("the Hub does not answer"), False, True),
-        (DirectoryLost("runs/gpt2 has been moved"), True, False),
+        (Lasting("runs/gpt2 has been moved"), True, False),
     ],
 )
 def test_torchrun_restarts_what_may_pass(monkeypatch, error, stepping, is_restarted):
@@ -305,9 +327,33 @@ def test_torchrun_restarts_what_may_pass(monkeypatch, error, stepping, is_restar
 
 @pytest.mark.parametrize(
     ("error", "may_pass"),
-    [(OSError("Input/output error"), True), (Unreachable("no answer"), True), (UserError("no such file"), False)],
+    [
+        (OSError("Input/output error"), True),
+        (Unreachable("no answer"), True),
+        (caused_by(OSError("Input/output error")), True),
+        (UserError("no such file"), False),
+    ],
 )
 def test_what_may_pass_is_told_apart_also_after_all_processes_have_raised_it(error, may_pass):
-    with pytest.raises(UserError, match=str(error)) as shared, Processes().shared_error("the data cannot be read"):
+    with (
+        pytest.raises(UserError, match=re.escape(str(error))) as shared,
+        Processes().shared_error("the data cannot be read"),
+    ):
         raise error
     assert isinstance(shared.value, Unreachable) == may_pass
+
+
+def test_another_process_says_what_failed_although_it_has_no_error_of_its_own():
+    """As one that waited in `main_process_first` for a main process that failed."""
+    message = "the tokenizer cannot be loaded on another process; its error message has the cause"
+    with pytest.raises(UserError, match=message), Processes().shared_error("the tokenizer cannot be loaded"):
+        raise UserError
+
+
+def test_a_process_lost_before_the_first_step_is_restarted(monkeypatch):
+    signals = []
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    monkeypatch.setattr(os, "kill", lambda process, number: signals.append((process, number)))
+    monkeypatch.setattr(StopSignal, "stepping", False)
+    assert exit_code(monkeypatch, RuntimeError(CLOSED)) == 75
+    assert not signals
