@@ -263,7 +263,7 @@ def check_same_launch(config: Config, strategy: Strategy) -> None:
     settings = {k: v for k, v in redacted(config.flat()).items() if k not in _PATH_FIELDS}
     settings["dataset_name's weights"] = [entry.count for entry in data_sets(config.data)]
     settings |= {"precision": strategy.device.precision, "torch": torch.__version__}
-    settings["code of recipe/"] = code_sha256()[:8]
+    settings["code"] = code_sha256()[:8]
     rank0 = strategy.runtime.processes.broadcast_object(settings)
     differences = [f"{k} {v!r} here, {rank0.get(k)!r} on rank 0" for k, v in settings.items() if v != rank0.get(k)]
     with strategy.runtime.processes.shared_error("the configuration differs"):

@@ -51,7 +51,7 @@ def test_a_node_that_is_launched_differently_is_refused(monkeypatch, tmp_path):
     with pytest.raises(UserError, match=r"dataset_name's weights \[250, 750\] here, \[1000\] on rank 0"):
         check_same_launch(parse_config([*argv, mixture]), node(Launch()))
     (tmp_path / "recipe" / "data" / "b.py").write_text("y")
-    with pytest.raises(UserError, match=r"code of recipe/ '[0-9a-f]{8}' here, '[0-9a-f]{8}' on rank 0"):
+    with pytest.raises(UserError, match=r"code '[0-9a-f]{8}' here, '[0-9a-f]{8}' on rank 0"):
         check_same_launch(config, node(Launch()))
     (tmp_path / "recipe" / "data" / "b.py").unlink()
     monkeypatch.setattr(Launch, "others_differ", True)

@@ -1,6 +1,7 @@
 """Whole runs of recipe/train.py: golden losses, resuming, world sizes, what a run prints and writes."""
 
 import errno
+import hashlib
 import json
 import re
 import shutil
@@ -221,14 +222,23 @@ def test_a_complete_run_stays_as_it_is_and_fresh_moves_it_aside(shards, short_ru
     assert not (tmp_path / "run.old-2").exists()
 
 
-def test_a_resume_after_a_change_of_the_code_says_so(shards, short_run, tmp_path, monkeypatch, capsys):
-    """Half of the run would have another model, for example."""
+@pytest.mark.parametrize("saved", ["0123456789", None])
+def test_a_resume_after_a_change_of_the_code_says_so(shards, short_run, tmp_path, monkeypatch, capsys, saved):
+    """Half of the run would have another model, for example. An older checkpoint does not name its code at all."""
     run = shutil.copytree(short_run, tmp_path / "run")
-    commit = json.loads((run / "step_00000006" / "trainer_state.json").read_text())["about"][-1]["commit"]
-    monkeypatch.setattr("recipe.checkpoint.provenance.code_sha256", lambda: "0123456789")
+    state_path, manifest_path = ((run / "step_00000006" / f"{name}.json") for name in ("trainer_state", "manifest"))
+    state, manifest = (json.loads(path.read_text()) for path in (state_path, manifest_path))
+    commit = state["about"][-1]["commit"]
+    state["about"][-1]["code"] = saved
+    state_path.write_text(
+        json.dumps({**state, "about": [{k: v for k, v in state["about"][-1].items() if v is not None}]})
+    )
+    content = state_path.read_bytes()
+    manifest["files"]["trainer_state.json"] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    manifest_path.write_text(json.dumps(manifest))
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     assert main(flags(**TINY | {"dataset_name": shards, "output_dir": run, "max_steps": 8})) == 0
-    note = f"code       of recipe/ has changed since step 6 was saved (commit {commit}, then {commit})\n"
+    note = f"code       has changed since step 6 was saved (commit {commit}, then {commit})\n"
     assert note in capsys.readouterr().out
 
 

@@ -48,7 +48,9 @@ _PART: dict[str, object] = dict.fromkeys(("from_step", "processes", "nodes"), CO
     "compiled": bool,
     "packages": {...: str},
 }
-_PART |= dict.fromkeys(("device", "engine", "precision", "python", "recipe", "code"), str) | {"commit": _TEXT}
+_PART |= dict.fromkeys(("device", "engine", "precision", "python", "recipe"), str) | dict.fromkeys(
+    ("commit", "code"), _TEXT
+)
 _CONFIG = _PATHS | {"dataset_name": (str, [{"name": str, "weight": float}])}
 _PART |= {"config": _CONFIG, "data": _SOURCE | {"mixture": (None, [_SOURCE | {"name": str, "share": float}])}}
 _STATE = {

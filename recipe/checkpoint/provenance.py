@@ -61,9 +61,9 @@ def about(config: Config, strategy: Strategy, step: int, earlier_parts: list[dic
     }
     parts = list(earlier_parts)
     if not parts or {k: v for k, v in parts[-1].items() if k not in ("from_step", "init_from")} != redacted(part):
-        if parts and part["code"] != parts[-1]["code"]:
+        if parts and part["code"] != parts[-1].get("code"):
             commits = f"commit {parts[-1]['commit']}, then {part['commit']}"
-            logger.warning("code       of recipe/ has changed since step %d was saved (%s)", step, commits)
+            logger.warning("code       has changed since step %d was saved (%s)", step, commits)
         parts.append({"from_step": step} | redacted(part))
     if step == 0 and config.model.init_from:  # a path is private: records only that there was one
         parts[0]["init_from"] = "" if Path(config.model.init_from).exists() else config.model.init_from
@@ -86,8 +86,9 @@ def versions() -> dict[str, str]:
 
 
 def code_sha256() -> str:
-    """Of all Python files of recipe/."""
-    return hashlib.sha256(b"".join(path.read_bytes() for path in sorted((ROOT / "recipe").rglob("*.py")))).hexdigest()
+    """Of all Python files that compute a run's numbers."""
+    paths = sorted(path for package in ("recipe", "eval") for path in (ROOT / package).rglob("*.py"))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()
 
 
 def _commit() -> str | None:
