@@ -46,10 +46,16 @@ def run_directory(path: Path, *, fresh: bool = False) -> Generator[int, None, No
     releases the lock of a process that dies. Yields a descriptor of the directory, which can be moved, and another one
     put in its place, while the run goes on.
 
-    Raises UserError if the directory belongs to another process or to another program. With `fresh`, the files of an
-    earlier run are moved aside. A directory that is empty at the end is removed.
+    Raises UserError if the directory belongs to another process or to another program. With `fresh`, that of an earlier
+    run is renamed first. A directory that is empty at the end is removed.
     """
     target = path.resolve()  # the target of a link may not exist yet
+    if fresh and target.is_dir() and {entry.name for entry in target.iterdir()} - {LOCK, OWNER}:
+        with run_directory(path), writing(path, "fix that, or choose another output_dir"):
+            numbered_paths = (target.with_name(f"{target.name}.old-{n}") for n in count(1))
+            old_path = next(p for p in numbered_paths if not os.path.lexists(p))  # not even a broken link
+            target.rename(old_path)
+        logger.info("fresh      the earlier run is kept in %s", old_path)
     with ExitStack() as stack:
         with writing(path, "fix that, or choose another output_dir"):
             _check_free(path)
@@ -68,14 +74,6 @@ def run_directory(path: Path, *, fresh: bool = False) -> Generator[int, None, No
                 ) from None
             stack.callback(_clean_up, path, descriptor)
             replace_file(path / OWNER, f"process {os.getpid()} on {socket.gethostname()}".encode(), flush=False)
-            earlier_paths = [entry for entry in path.iterdir() if entry.name not in (LOCK, OWNER)]
-            if fresh and earlier_paths:
-                numbered_paths = (target.with_name(f"{target.name}.old-{n}") for n in count(1))
-                old_path = next(p for p in numbered_paths if not os.path.lexists(p))  # not even a broken link
-                old_path.mkdir()
-                for entry in earlier_paths:
-                    entry.rename(old_path / entry.name)
-                logger.info("fresh      the earlier run is kept in %s", old_path)
             sweep(path)
         yield descriptor
 
