@@ -207,6 +207,12 @@ def zero_stage() -> int:
         )
     if not (file := Path(name)).is_file():  # launched from another directory
         os.environ[_CONFIG_FILE] = str(file := ROOT / file)
+    fields = os.environ.get("ACCELERATE_CONFIG_DS_FIELDS", "").split(",")
+    if extra := [name for name in fields if name and not name.startswith(("deepspeed_", "zero3_init"))]:
+        raise UserError(
+            f"the Accelerate file sets {', '.join(extra)} beside deepspeed_config_file; remove it: {file} decides "
+            "the sharding, and the recipe precision, accumulation and clipping"
+        )
     with reading(file, "the Accelerate file names it as deepspeed_config_file; ds_configs/ has examples"):
         config = json.loads(file.read_bytes())
         zero = config.pop("zero_optimization")
