@@ -91,9 +91,10 @@ class HubText:
 
     def _error(self, error: Exception) -> UserError:
         """The UserError for any of the dozens of exceptions that the Hub's libraries raise; Unreachable unless the Hub
-        has rejected the name."""
+        has rejected the name or the token."""
         rejections = HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
-        return (UserError if isinstance(error, rejections) else Unreachable)(
+        status = getattr(getattr(error, "response", None), "status_code", 0)
+        return (UserError if isinstance(error, rejections) or status in (401, 403) else Unreachable)(
             f"data set {self.name}: no such path on this disk, and the Hub reports {_reason(error)}; check the name, "
             "--dataset_config, --dataset_split and the network, or give text on this disk"
         )

@@ -106,7 +106,7 @@ def refused(fields):
     try:
         Builder(DataConfig(**fields), 1).run(None, None)
     except UserError as error:
-        return str(error)
+        return f"{type(error).__name__}: {error}"
 
 print(json.dumps([refused(fields) for fields in json.loads(sys.argv[1])]))
 """
@@ -121,12 +121,15 @@ def test_what_the_hub_does_not_have_is_an_error_without_a_retry(prepared, hub, a
     (hub.root / "a" / "several" / "README.md").write_text(f"---\nconfigs:\n{configs}---\n")
     cases = [
         ({"train_text": "a/several"}, r"data set a/several: .*\['en', 'de'\].*; check the name, --dataset_config, "),
-        ({"train_text": "a/none"}, r"data set a/none: .*the Hub reports .*RepositoryNotFound"),
+        ({"train_text": "a/none"}, r"^UserError: data set a/none: .*the Hub reports .*RepositoryNotFound"),
         ({"dataset_config": "sample-1BT"}, r"data set a/text: .*sample-1BT.*(?s:.*)check the name"),
         ({"dataset_revision": "v9"}, r"data set a/text: .*the Hub reports .*RevisionNotFound"),
         ({"text_column": "body"}, "a/text: no column 'body'; there are: text, id"),
         ({"train_text": "a/script"}, r"data set a/script: .* scripts are no longer supported"),
+        ({"train_text": "a/tokens"}, r"^UserError: data set a/tokens: .*Invalid credentials"),
     ]
+    expired = {"status": 401, "headers": {"X-Error-Message": "Invalid credentials in Authorization header"}}
+    hub.faults.append(Fault(path="*/a/tokens*", **expired, times=1000))
     data = [
         from_hub(prepared, tmp_path / str(i), **({"dataset_config": ""} if "train_text" in changes else {}) | changes)
         for i, (changes, _) in enumerate(cases)
