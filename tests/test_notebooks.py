@@ -296,6 +296,11 @@ def test_a_copy_follows_the_run(session, whole_run, tmp_path, monkeypatch):
     os.utime(weights, (later := weights.stat().st_mtime + 10, later))
     session.copy_run(run, copy)
     assert contents(copy) == contents(run)
+    restored = tmp_path / "next session"
+    session.copy_run(copy, restored)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "copyfile", None)
+        session.copy_run(restored, copy)  # an interrupt would damage a checkpoint that is copied back
     assert names(copy) == [name for name in names(run) if not name.startswith(".")]
 
 

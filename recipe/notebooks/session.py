@@ -90,6 +90,7 @@ def copy_run(source: str | Path, target: str | Path) -> None:
             if not old or old.st_size != new.st_size or old.st_mtime < new.st_mtime:
                 copy.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(path, copy)  # without permissions: Kaggle's inputs are read-only
+                os.utime(copy, ns=(new.st_atime_ns, new.st_mtime_ns))  # so that it is not copied back
     for path in [*target.glob(_CHECKPOINTS), *target.glob(f"{_CHECKPOINTS}/*")]:
         if not (source / path.relative_to(target)).exists():
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
