@@ -34,8 +34,8 @@ LONGEST_PIECE = 1 << 20
 _SAFE_CUT = re.compile(r"\S(?=[ \n])")
 _BATCH_CHARS = 1 << 17  # characters that a thread tokenizes at once; more if one piece is longer
 _WAY_OUT = (
-    "is it complete, and is its text UTF-8? Unpack it, convert it (iconv -f ENCODING -t UTF-8 FILE > NEW, where "
-    "ENCODING is often CP1252 or UTF-16), or name a glob of the other files"
+    "is it complete, and is its text UTF-8? Unpack it, or convert it: iconv -f ENCODING -t UTF-8 FILE > NEW, where "
+    "ENCODING is often CP1252 or UTF-16, or with -c and UTF-8, which drops bad bytes"
 )
 _JSON_FORMAT = "expected one object per line, or in .json an array of objects"
 
@@ -208,10 +208,15 @@ class TextFiles:
         document_count, first_file = (stream["document"], stream["state"]) if stream else (0, 0)
         for number, path in enumerate(self.paths[first_file:], first_file):
             file_start = {"document": document_count, "state": number} if number else None
-            with reading(path, _WAY_OUT):
-                for piece_number, content in self._pieces_in(path, self._starts[number]):
-                    document_count += piece_number == 0
-                    yield Piece(document_count - 1, content, file_start)
+            try:
+                with reading(path, _WAY_OUT):
+                    for piece_number, content in self._pieces_in(path, self._starts[number]):
+                        document_count += piece_number == 0
+                        yield Piece(document_count - 1, content, file_start)
+            except UserError as error:
+                if len(self.paths) > 1:
+                    raise UserError(f"{error} (a quoted glob can name the files without this one)") from error.__cause__
+                raise
 
     def _pieces_in(self, path: Path, start: int) -> Iterator[tuple[int, Content]]:
         """Yields (index of the piece in its document, piece) for a file."""
@@ -247,9 +252,10 @@ class TextFiles:
 
     def _chunks(self, file: io.TextIOWrapper, packed_file: BinaryIO, start: int) -> Iterator[str]:
         chunk = file.read(LONGEST_PIECE)
-        if "\0" in chunk[:1000]:  # as in archives, and in English in UTF-16
-            raise ValueError("it holds NUL characters")
+        is_binary = "\0" in chunk[:1000]  # as are archives, and English in UTF-16
         while chunk:
+            if is_binary or chunk.count("\0") > len(chunk) / 4:  # as at the end of an interrupted copy
+                raise ValueError("it holds NUL characters")
             self.position = start + packed_file.tell()
             yield chunk
             chunk = file.read(LONGEST_PIECE)
@@ -267,6 +273,8 @@ def _rows_of(file: io.TextIOWrapper, column: Column, path: Path) -> Iterator[tup
     separator = "," if text_suffix(path) == ".csv" else "\t"
     table = csv.DictReader(file, delimiter=separator, strict=True)
     try:
+        while table.fieldnames == []:  # a blank line before the header
+            table.fieldnames = None
         if header := table.fieldnames:  # an empty table is an empty text
             column.check_is_in(header, str(path), f"; the first line must name the columns, separated by {separator!r}")
             if header.count(column.name) > 1:

@@ -94,6 +94,7 @@ def test_every_format_gives_the_same_bytes(reference, tmp_path, kind, capsys):
         text.write_text(json.dumps([{"text": document} for document in DOCUMENTS], indent=1))
     elif "sv" in kind.lower():
         with opener(text, "wb") as file, io.TextIOWrapper(file, newline="") as lines:
+            lines.write("\n" if "T" in kind else "")  # before the header
             table = csv.writer(lines, delimiter="\t" if "T" in kind else ",")
             table.writerows([["id", "text"], *([1, document] for document in DOCUMENTS)])
     else:
@@ -380,16 +381,21 @@ def zipped(data: bytes) -> bytes:
         ("d.tsv", b"id,text\n1,a\n", r"d\.tsv: no column 'text'; there are: id,text\. .* separated by '\\t'"),
         ("d.csv", b"text,text\na,b\n", "2 columns are called 'text'; rename one"),
         ("d.csv", b"", "holds no text"),
-        ("d.txt", b"caf\xe9", r"d\.txt cannot be read \('utf-8' codec .* UTF-8\? .* \(iconv -f ENCODING -t UTF-8"),
-        ("d.jsonl", b'{"text": "caf\xe9"}', r"d\.jsonl cannot be read \('utf-8' codec"),
-        ("d.txt", "plain".encode("utf-16"), r"d\.txt cannot be read \('utf-8' codec"),
-        ("d.txt", "plain".encode("utf-16-le"), r"d\.txt cannot be read \(it holds NUL .* is often CP1252 or UTF-16\)"),
+        (
+            "d.txt",
+            b"caf\xe9",
+            r"d\.txt cannot be read \(not UTF-8: byte 0xe9\); .* UTF-8\? .* iconv -f ENCODING -t UTF-8 .* -c .*drops",
+        ),
+        ("d.jsonl", b'{"text": "caf\xe9"}', r"d\.jsonl cannot be read \(not UTF-8: byte 0x"),
+        ("d.txt", "plain".encode("utf-16"), r"d\.txt cannot be read \(not UTF-8: byte 0x"),
+        ("d.txt", "plain".encode("utf-16-le"), r"d\.txt cannot be read \(it holds NUL .* is often CP1252 or UTF-16, "),
         ("d.txt", "plain".encode("utf-32-be"), r"d\.txt cannot be read \(it holds NUL characters\)"),
-        ("d.txt.gz", zipped(b"caf\xe9"), r"d\.txt\.gz cannot be read \('utf-8' codec"),
+        ("d.txt", b"plain " * 400 + bytes(2000), r"d\.txt cannot be read \(it holds NUL characters\)"),
+        ("d.txt.gz", zipped(b"caf\xe9"), r"d\.txt\.gz cannot be read \(not UTF-8: byte 0x"),
         (
             "d.txt",
             zipped(b"plain"),
-            r"d\.txt cannot be read \('utf-8' codec .* Unpack it, .*, or name a glob of the other",
+            r"d\.txt cannot be read \(not UTF-8: byte 0x8b\); .* Unpack it, or convert it",
         ),
         ("d.zip", b"PK\x03\x04\x14\x00\x08\x00" + bytes(range(128, 256)), r"d\.zip cannot be read .* Unpack it"),
         ("d.txt.zst", b"nonsense", r"d\.txt\.zst cannot be read"),
@@ -411,6 +417,14 @@ def test_a_file_that_cannot_be_used_is_named_with_a_way_out(tmp_path, name, data
     (tmp_path / "in" / name).write_bytes(data)
     with pytest.raises(UserError, match=message):
         prepare(data_of(tmp_path / "in" / name, tmp_path / "out"))
+
+
+def test_of_several_files_one_that_cannot_be_used_need_not_be(tmp_path):
+    (tmp_path / "a.txt").write_text("plain")
+    (tmp_path / "package.json").write_text('{"name": "x"}')
+    message = r"package\.json, line 1: no column 'text'; .* \(a quoted glob can name the files without this one\)"
+    with pytest.raises(UserError, match=message):
+        prepare(data_of(tmp_path, tmp_path / "out"))
 
 
 def test_the_documented_way_to_make_text_of_chats(tmp_path, monkeypatch):
