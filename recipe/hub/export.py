@@ -38,9 +38,13 @@ def export(run: Path, out: Path, *, best: bool = False, license: str = "") -> Pa
     checkpoint = choose(run, best)
     card = model_card(checkpoint, license=license)
     out.mkdir(parents=True, exist_ok=True)
-    for path in files_of(checkpoint):
-        shutil.copyfile(path, out / path.name, follow_symlinks=False)
-    (out / CARD).write_text(card, encoding="utf-8")
+    try:
+        for path in files_of(checkpoint):
+            shutil.copyfile(path, out / path.name, follow_symlinks=False)
+        (out / CARD).write_text(card, encoding="utf-8")
+    except BaseException:  # so that the same command can be repeated
+        shutil.rmtree(out, ignore_errors=True)
+        raise
     return checkpoint
 
 

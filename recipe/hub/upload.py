@@ -141,17 +141,21 @@ class Uploads:
         """Uploads everything that is missing, for at most `limit` seconds or MAX_FAILURES failures, or until
         `stop_requested()`. Returns DONE if everything is on the Hub, USER_ERROR if a checkpoint is damaged or refused,
         else RUN_AGAIN."""
-        if names := self._missing():
-            logger.info("upload     waiting for %s (Ctrl-C stops waiting)", some(names))
         deadline = time.monotonic() + limit
         self._failures, self._not_before = 0, 0.0
-        while self._thread.is_alive() or (self._pending() and self._failures < MAX_FAILURES):
-            if time.monotonic() >= deadline or stop_requested():
-                break
-            self.start()
-            time.sleep(0.05)
-        if not (names := self._missing()):
-            return ExitCode.DONE
+        try:
+            if names := self._missing():
+                logger.info("upload     waiting for %s (Ctrl-C stops waiting)", some(names))
+            while self._thread.is_alive() or (self._pending() and self._failures < MAX_FAILURES):
+                if time.monotonic() >= deadline or stop_requested():
+                    break
+                self.start()
+                time.sleep(0.05)
+            if not (names := self._missing()):
+                return ExitCode.DONE
+        except OSError as error:
+            logger.warning("upload     not finished: %s; the same command, without --fresh, uploads the rest", error)
+            return ExitCode.RUN_AGAIN
         way_out = "; the same command, without --fresh, uploads the rest" if self._pending() else ""
         logger.warning("upload     not on the Hub: %s%s", some(names), way_out)
         return ExitCode.USER_ERROR if False in self.accepted.values() else ExitCode.RUN_AGAIN

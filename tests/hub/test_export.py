@@ -65,6 +65,19 @@ def test_an_export_replaces_nothing(whole_run, tmp_path, capsys):
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
+def test_an_export_that_fails_can_be_repeated(whole_run, tmp_path, monkeypatch, capsys):
+    run, out, copyfile = whole_run[0], tmp_path / "out", shutil.copyfile
+
+    def fill_the_disk(source: Path, target: Path, **options) -> None:
+        copyfile(source, target, **options)
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "copyfile", fill_the_disk)
+        assert export.main([str(run), "--out", str(out)]) == 2
+    assert export.main([str(run), "--out", str(out)]) == 0, capsys.readouterr().err
+
+
 def test_the_best_is_the_intact_checkpoint_with_the_lowest_validation_loss(whole_run, tmp_path):
     run = shutil.copytree(whole_run[0], tmp_path / "run")
     with open(run / "metrics.jsonl", "a") as log:
