@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -114,6 +115,10 @@ def _rise(run: Run) -> Iterator[Finding]:
     """Overfitting or divergence: the validation loss has risen above its own minimum, or the training loss has."""
     x, val = run.series("val_loss")
     tokens, loss = run.series("loss")
+    for before, after in pairwise(run.about):
+        if any(before["config"].get(name) != after["config"].get(name) for name in ("val_data", "eval_tokens")):
+            is_comparable = x > after["from_step"] * run.config["total_batch_tokens"]
+            x, val = x[is_comparable], val[is_comparable]
     if len(x) < 3 or val[-1] - val.min() <= MAX_RISE:
         medians = [np.median(part) for part in np.array_split(loss, 10)] if len(loss) >= MIN_LINES else [0]
         if medians[-1] > min(medians) + MAX_TRAINING_RISE:
