@@ -260,6 +260,12 @@ def without_later_values(run: Values, replay: Values, interval: Interval) -> tup
     return kept, f", not checked: {', '.join(names)} of step {interval.last:,}" if names else ""
 
 
+def data_names(part: dict) -> list[list]:
+    """What the model card calls the data of a part of a run."""
+    texts = part["data"].get("mixture") or [part["data"]]
+    return [[text.get(name) for name in ("train_text", "commit", "dataset_config", "dataset_split")] for text in texts]
+
+
 def audit(interval: Interval, directory: Path, arguments: argparse.Namespace) -> str:
     """Replays an interval in `directory`; returns a sentence on what holds, and how tightly. Raises Different and
     NotComparable."""
@@ -278,12 +284,15 @@ def audit(interval: Interval, directory: Path, arguments: argparse.Namespace) ->
         for name in sorted({path.name for path in files} - {"model.safetensors"}):
             if run_files.get(name) != replay_files.get(name):
                 raise Different(f"{name} of step {interval.last:,} differs from the replay's")
+    if not re.search("dataset_name|train_text", arguments.flags) and data_names(run_part) != data_names(replay_part):
+        raise Different("the checkpoint names other data than those that it was trained on")
+    texts = [f"{name} {run_part.get(name)!r} in the run, {replay_part[name]!r} here" for name in sorted(changed)]
     sizes = distances(run_values, replay_values, {})
     if not (difference := first_difference(run_values, replay_values, sizes, None)):
-        return f"{interval.last - interval.first:,} steps equal to the bit{unchecked}"
+        sentence = f"{interval.last - interval.first:,} steps equal to the bit{unchecked}"
+        return f"{sentence} ({'; '.join(texts)})" if texts else sentence
     if not changed and replay_part["deterministic"]:
         raise Different(difference)
-    texts = [f"{name} {run_part.get(name)!r} in the run, {replay_part[name]!r} here" for name in sorted(changed)]
     circumstances = "; ".join(texts) or "this device is not deterministic"
     if changed & CASTS and {run_part["precision"], replay_part["precision"]} != {"fp32"}:
         raise NotComparable(f"half precision rounds at other places here ({circumstances}); {WAY_OUT}")

@@ -114,6 +114,10 @@ def change_config(run) -> None:
     replace_files(run / "step_00000020", {"config.json": json.dumps(config, indent=2).encode()})
 
 
+def rename_data(state) -> None:
+    state["about"][-1]["data"]["train_text"] = "HuggingFaceFW/fineweb"
+
+
 FORGERIES = {  # functions of the run, and what the audit prints
     "val_loss": (change_line(20, val_loss=5.0), "val_loss of step 20 is 5"),
     "val_loss removed": (change_line(20, val_loss=None), "val_loss of step 20 is missing"),
@@ -144,6 +148,10 @@ FORGERIES = {  # functions of the run, and what the audit prints
     ),
     # The model card and transformers would use these.
     "config.json": (change_config, "different: config.json of step 20 differs from the replay's"),
+    "data": (
+        lambda run: [change_state(path, rename_data) for path in run.glob("step_*")],
+        "different: the checkpoint names other data than those that it was trained on",
+    ),
     "configuration": (
         lambda run: change_state(run / "step_00000020", lambda state: state["config"].update(learning_rate=123.0)),
         "different: the configuration has learning_rate 123.0, but the run had 0.0",
