@@ -156,7 +156,7 @@ def load(args: argparse.Namespace) -> Loaded:
     hub_logging.set_verbosity_error()
     name, directory = resolve_model(args.model)
     device, dtype = choose_device(args.device, args.dtype)
-    problem, way_out = "", "Check the directory"
+    problem, way_out = "", "Check the directory, or name another checkpoint"
     if directory is None:
         print(f"{name} is not a local directory: looking for it on the Hub", flush=True)
         problem, way_out = hub_problem(), "Name a model on the Hub, or a directory: MODEL=runs/NAME"

@@ -162,12 +162,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def scores_of(result: dict) -> list[dict]:
     """The result as scores for the model card."""
-    limit, n_windows, n_available = result["limit_windows"], result["windows"], result["of_windows"]
+    n_windows, n_available = result["windows"], result["of_windows"]
     method = f"{result['tokens']:,} tokens in windows of {result['sequence_length']:,}, in {result['dtype']}"
     method += f", the first {n_windows:,} of {n_available:,} windows" if n_windows < n_available else ""
     dataset = text_dataset(Path(result["data"]).name)
     metrics = {"loss": "loss, nats per token", "perplexity": "perplexity per token", "bits_per_byte": "bits per byte"}
-    return [score(dataset, metric, result[metric[0]], method, complete=not limit) for metric in metrics.items()]
+    return [
+        score(dataset, metric, result[metric[0]], method, complete=n_windows == n_available)
+        for metric in metrics.items()
+    ]
 
 
 def main() -> None:

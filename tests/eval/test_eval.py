@@ -79,11 +79,14 @@ def test_shards_equal_the_models_own_loss(model_dir, loaded, tmp_path, command, 
     with pytest.raises(common.UserError, match=r"tiny_shakespeare\.txt: no \.bin file there.* recipe\.data\.prepare"):
         perplexity.shard_windows(str(SHAKESPEARE), 32)  # whose bytes would be read as tokens
     monkeypatch.chdir(tmp_path)  # the same model by another path, and then in another place
-    for _ in range(2):
+    command(perplexity, checkpoint, "--data", tmp_path)
+    full_scores = json.loads((checkpoint / "results.json").read_text())["perplexity"]["scores"]
+    capsys.readouterr()
+    for windows, options in ((4, ()), (1, ("--limit_windows", 1))):
         (name,) = Path().glob("step_*")
-        command(perplexity, name, "--limit_windows", 1)
+        command(perplexity, name, *options)
         rerun = json.loads((name / "results.json").read_text())["perplexity"]
-        assert (rerun["windows"], rerun["scores"]) == (1, result["scores"])
+        assert (rerun["windows"], rerun["scores"]) == (windows, full_scores)
         assert "keeps earlier scores" in capsys.readouterr().out
         name.rename("step_00000020")
 
