@@ -140,6 +140,7 @@ def test_only_a_text_that_is_read_four_times_well_before_the_time_ends_a_run(spe
     if length == "max_steps":  # the search counts a text's tokens by its sample
         assert re.search(r"^time       about \d\d s of the \d min( \d+ s)? that are left", result.stdout, re.MULTILINE)
         steps, save_steps = values["max_steps"], values["save_steps"]
+        assert values["eval_steps"] == save_steps, "otherwise the best checkpoint may not be saved"
         assert steps < 3.9 * save_steps < 1.1 * steps, "the last two checkpoints are not close together"
 
 

@@ -138,6 +138,7 @@ def recipe(size: Size, text: Text, tokens: float, devices: int) -> Fields:
     model, (layers, width) = model_of(size), size
     batch = batch_tokens(tokens, model.n_positions * devices)
     steps = max(1, int(tokens / batch))
+    interval = max(1, int(0.26 * steps))
     sampling = f", one of every {text.stride} pieces of it, which is enough" if text.stride > 1 else ""
     fields: Fields = {
         "dataset_name": (text.name, f"the text{sampling}"),
@@ -159,9 +160,9 @@ def recipe(size: Size, text: Text, tokens: float, devices: int) -> Fields:
         "warmup_steps": (max(1, min(256, steps // 20)), "a twentieth of the run; for AdamW"),
         "lr_scheduler_type": ("wsd", "its decay can begin by the clock, and the run can be extended"),
         "decay_fraction": (0.6, "as tuned, docs/log.md"),
-        "eval_steps": (max(1, int(0.36 * steps)), "twice on the way, and at the end"),
-        "eval_tokens": (max(32_768, min(10_485_760, int(tokens / 30))), "a thirtieth of the run, each time"),
-        "save_steps": (max(1, int(0.26 * steps)), "what a crash may cost; also at the end"),
+        "eval_steps": (interval, "three times on the way, and at the end"),
+        "eval_tokens": (max(32_768, min(10_485_760, int(tokens / 40))), "a fortieth of the run, each time"),
+        "save_steps": (interval, "where it is evaluated, too: the best checkpoint is kept"),
         "logging_steps": (max(1, min(50, steps // 40)), "forty lines or more"),
     }
     if text.tokens == math.inf:
