@@ -323,7 +323,13 @@ def test_fine_tuning_starts_from_given_weights(shards, whole_run, tmp_path):
         ({"dataset_name": "{tmp}/*.bin", "val_data": "{tmp}/*.bin"}, 2, "short.bin: "),
         ({"total_batch_tokens": 2**30}, 2, "total_batch_tokens takes .* sequences a step"),
         ({"dataset_name": "ORG/NAME", "streaming": "true"}, 0, "note +not checked: data set ORG/NAME: .*the Hub "),
+        (
+            {"dataset_name": "{run}/step_00000020/model.safetensors"},
+            2,
+            "model.safetensors cannot be read .not UTF-8",
+        ),
         ({"init_from": "{tmp}"}, 2, "no model.safetensors"),
+        ({"init_from": "{run}/step_00000020"}, 0, "\nweights    of .*step_00000020 at step 0\n"),
         ({"init_from": "{run}/step_00000020", "n_embd": 64}, 2, r"init_from .* has n_embd \d+ \(recipe: 64\)"),
         ({"init_from": "ORG/NAME"}, 0, "note +not checked: init_from ORG/NAME .*the Hub cannot be reached"),
         ({"output_dir": "{run}", "seed": 2}, 0, "validation"),  # the earlier run is not on those devices

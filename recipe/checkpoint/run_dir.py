@@ -134,7 +134,8 @@ def check_same_run(state: dict, config: dict, tokenizer: GPT2Tokenizer, run_dir:
         k: f"{k} {saved_config[k]!r} -> {v!r}" for k, v in config.items() if k in saved_config and saved_config[k] != v
     }
     if "run_name" in changes:
-        raise UserError(f"{run_dir} holds another run: {changes['run_name']}; continue that one by its name, {way_out}")
+        renamed = f"--run_name {saved_config['run_name']} --output_dir {run_dir}"
+        raise UserError(f"{run_dir} holds another run: {changes['run_name']}; continue it with {renamed}, {way_out}")
     conflicts = [changes[k] for k in _IDENTITY if k in changes]
     if saved_tokenizer["digest"] != tokenizer.digest:
         old_name, new_name = saved_tokenizer["name"], tokenizer.name
@@ -146,8 +147,10 @@ def check_same_run(state: dict, config: dict, tokenizer: GPT2Tokenizer, run_dir:
         raise UserError(f"{run_dir} holds a run with other settings: {', '.join(conflicts)}; restore those, {way_out}")
     if saved_config["max_steps"] == UNDECIDED:  # it still is, or train_hours has just decided it
         changes.pop("max_steps", None)
-    for change in (text for k, text in changes.items() if k not in HARMLESS):
-        logger.info("resuming with %s", change)
+    for name, change in changes.items():
+        if name not in HARMLESS:
+            effect = ", which has no effect: its weights are those of the checkpoint" if name == "init_from" else ""
+            logger.info("resuming with %s%s", change, effect)
     step = state["step"]
     if validation := ", ".join(changes[k] for k in ("val_data", "eval_tokens") if k in changes):
         message = "validation losses up to step %d cannot be compared with those that follow: %s"

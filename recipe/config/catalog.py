@@ -133,7 +133,8 @@ def unknown_data(name: str, field: str = "dataset_name") -> UserError:
             problem = "holds text, but also .bin files without a manifest.json in a subdirectory"
             way_out = f"to read text alone, give a quoted glob, as '{name.rstrip('/')}/**/*{texts[0].suffix}'"
             return UserError(f"{field} {name}: {problem}; {way_out}")
-        problem = f"a directory without text or shards; it holds {plural(len(files), 'other file')} {endings(files)}"
+        others = f"; it holds {plural(len(files), 'other file')} {endings(files)}" if files else ""
+        problem = f"a directory without text or shards{others}"
         way_out = f"give {', '.join(TEXT_SUFFIXES)} (also {', '.join(PACKED)}) or .bin files; a quoted glob, as in "
         way_out += f"'{name.rstrip('/')}/*', reads files of any suffix as text"
     else:

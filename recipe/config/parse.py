@@ -195,7 +195,10 @@ def check(config: Config) -> None:
             "(sequence_length); it counts tokens, not sequences"
         )
     if opt.warmup_steps >= opt.max_steps and not (config.run.num_train_epochs or config.run.train_hours):
-        raise UserError(f"warmup_steps {opt.warmup_steps} must be below max_steps {opt.max_steps}; shorten the warm-up")
+        raise UserError(
+            f"warmup_steps {opt.warmup_steps} must be below max_steps {opt.max_steps}; add --warmup_steps "
+            f"{opt.max_steps // 10}"
+        )
     if config.run.train_hours and opt.decay_fraction > MAX_DECAY_FRACTION:
         raise UserError(
             f"decay_fraction {opt.decay_fraction:g} leaves too little time before the decay to measure how many steps "

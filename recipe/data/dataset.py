@@ -134,8 +134,8 @@ def check_same_data(saved: dict, current: dict, name: str) -> None:
     if changed or added or removed:
         detail = f" ({changed[0]} differs)" if changed else ""
         raise UserError(
-            f"{name} no longer holds the shards that the checkpoint was trained on{detail}; prepare the "
-            "same text again, or start over with --fresh"
+            f"{name} does not hold the shards that the checkpoint was trained on{detail}; choose another run_name for "
+            "another text, prepare the same text again, or start over with --fresh"
         )
 
 

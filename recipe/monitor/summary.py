@@ -39,6 +39,8 @@ def describe(config: Config, batch: BatchPlan, strategy: Strategy, auto_lines: S
     yield f"run        {config.run.run_name} ({config.run.config})"
     yield from _mixture(config)
     yield _model(config)
+    if config.model.init_from:
+        yield f"weights    of {config.model.init_from} at step 0"
     yield _device(config, strategy)
     yield _engine(config, strategy)
     yield _batch(config, batch)

@@ -16,8 +16,7 @@ _INITIAL_MOMENTUM, _MOMENTUM_WARMUP_STEPS = 0.85, 300  # of Muon
 def lr_at(step: int, config: OptimizerConfig) -> float:
     """Learning rate of AdamW in optimizer step `step` (0-based); matrix_learning_rate follows in proportion.
 
-    Linear warm-up, then lr_scheduler_type. Warm-up starts above 0, at 1/warmup_steps of the peak, as in llm.c and
-    nanoGPT.
+    Linear warm-up, then lr_scheduler_type. Warm-up starts above 0, at 1/warmup_steps of the peak, as in llm.c.
     """
     if step < config.warmup_steps:
         return config.learning_rate * (step + 1) / config.warmup_steps

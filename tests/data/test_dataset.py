@@ -113,13 +113,15 @@ def test_resuming_with_other_data_is_refused(shards):
         check_same_data(saved, current, "data")
     changed = state([shards[0], replace(shards[1], sha256="0" * 64), shards[2]])
     swapped = state([shards[1], shards[0], shards[2]])
-    message = r"data no longer holds the shards .* \(train_00000\d\.bin differs\).*--fresh"
+    message = r"data does not hold the shards .* \(train_00000\d\.bin differs\).*--fresh"
     for saved, current in ((full, changed), (full, swapped), (stream, swapped), (swapped, stream)):
         with pytest.raises(UserError, match=message):
             check_same_data(saved, current, "data")
     shorter = state(shards[:2])
     for saved, current in ((full, shorter), (shorter, full)):
-        with pytest.raises(UserError, match="no longer holds the shards that the checkpoint was trained on; prepare"):
+        with pytest.raises(
+            UserError, match="does not hold the shards that the checkpoint was trained on; choose another run_name"
+        ):
             check_same_data(saved, current, "data")
 
 
