@@ -156,7 +156,7 @@ MISTAKES = {
         lambda box: box.train(
             box.path / "new", train_text=box.file("short.txt", "ten words are too few, however they are divided")
         ),
-        "give more text, hold out more of it (val_fraction, val_documents or val_data), or lower sequence_length",
+        "short.txt: 11 tokens, too few for training and validation, which need at least one sequence",
     ),
     "not UTF-8": (lambda box: ["--config", box.file("my.yaml", b"data: \xff\n")], "my.yaml: not valid YAML in UTF-8"),
     "streamed shards": (lambda box: box.train(streaming="true"), "streaming needs text, and dataset_name "),

@@ -173,12 +173,12 @@ class TextFiles:
     def __init__(self, name: str, column: Column):
         """`name` is a file, a glob or a directory; `paths` is empty if no text file matches. `size` is the
         number of bytes, and `position` that of the bytes read. Raises UserError for a broken link."""
-        (self.paths, self._skipped), self.column = text_files(name), column
+        (self.paths, self._skipped), self.column, self._name = text_files(name), column, name
         self._starts = [0, *accumulate(map(_size_of, self.paths))]
         self.size, self.position = self._starts[-1], 0
 
     def __str__(self) -> str:
-        return str(self.paths[0]) if len(self.paths) == 1 else f"{len(self.paths)} files from {self.paths[0]}"
+        return str(self.paths[0]) if len(self.paths) == 1 else f"{len(self.paths)} files of {self._name}"
 
     def identity(self) -> dict:
         """What the manifest records of the text, to detect changes."""
@@ -244,10 +244,15 @@ class TextFiles:
             else:
                 yield from self.column.separated_text(self._chunks(file, packed_file, start))
                 return
+            defaults: dict = {}
             for location, row in rows:
                 self.position = start + packed_file.tell()
                 if not isinstance(row, dict):
                     raise UserError(f"{path}, {location}: a JSON {type(row).__name__}; {_JSON_FORMAT}")
+                row, defaults = (
+                    defaults | row,
+                    {self.column.name: None},
+                )  # a key that only some rows have may be missing
                 yield from self.column.separated(row, f"{path}, {location}")
 
     def _chunks(self, file: io.TextIOWrapper, packed_file: BinaryIO, start: int) -> Iterator[str]:
