@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -14,7 +15,7 @@ from recipe.config import parse_config
 from recipe.data.tokenizer import open_tokenizer
 from recipe.utils.redaction import HIDDEN, redact, redacted
 from tests.canary import CANARY, ENVIRONMENT, HUB_TOKEN, URL, search
-from tests.conftest import ROOT, TINY, environment, flags
+from tests.conftest import ROOT, TINY, environment, flags, train
 
 
 @pytest.fixture
@@ -130,9 +131,12 @@ def test_no_file_or_output_holds_a_secret(shards, tmp_path):
     assert len(search(tmp_path, [HUB_TOKEN])) == 2  # the search works
 
 
-def test_no_file_of_a_run_names_the_home_directory(whole_run):
-    home = str(Path.home()).encode() + b"/"
-    assert [path for path in whole_run[0].rglob("*") if path.is_file() and home in path.read_bytes()] == []
+def test_no_file_of_a_run_names_the_home_directory(shards, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    data, run = shutil.copytree(shards, tmp_path / "data"), tmp_path / "run"
+    train(data, run, max_steps=2, warmup_steps=0)
+    assert '"~/data"' in (run / "step_00000002" / "trainer_state.json").read_text()
+    assert [path for path in run.rglob("*") if path.is_file() and bytes(tmp_path) in path.read_bytes()] == []
 
 
 def test_the_code_neither_pickles_nor_loads_a_pickle():
