@@ -135,6 +135,11 @@ def check_launch() -> None:
             f"{torch.version.cuda}; most likely the driver is too old: update it, or install a build for an older CUDA "
             "(docs/troubleshooting.md). ACCELERATE_USE_CPU=true trains on the CPU"
         )
+    # Restarted processes would find the addresses of those that died: they hang, or use up the restarts.
+    if max_restarts() and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        raise UserError(
+            "--max_restarts needs --rdzv_backend c10d, and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment"
+        )
     processes, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
     if processes > 1 and not wants("CPU") and 0 < gpus < processes:
         nodes = int(os.environ.get("GROUP_WORLD_SIZE", 1))  # by torchrun

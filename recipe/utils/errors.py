@@ -21,10 +21,14 @@ class Lasting(UserError):
     answer by starting over."""
 
 
+_WRONG_PATH = FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError
+
+
 def may_pass(error: Exception) -> bool:
-    """Whether a disk or the Hub has failed, which may work at the next start."""
-    causes = error, error.__cause__
-    return any(isinstance(e, OSError | Unreachable) and not isinstance(e, FileNotFoundError) for e in causes)
+    """Whether a disk or the Hub has failed, which may work at the next start. Libraries also raise OSError, without an
+    errno, for a file that they do not understand."""
+    causes = (cause for cause in (error, error.__cause__) if isinstance(cause, OSError) and cause.errno)
+    return isinstance(error, Unreachable) or any(not isinstance(cause, _WRONG_PATH) for cause in causes)
 
 
 class ArgumentParser(argparse.ArgumentParser):

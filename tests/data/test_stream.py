@@ -15,11 +15,11 @@ import numpy as np
 import psutil
 import pytest
 
-from recipe.data.builder import Builder
+from recipe.data.builder import STATUS, Builder
 from recipe.data.producer import Producer
 from recipe.data.shards import Manifest, find_shards
-from recipe.data.stream import BuilderProcess, open_manifest
-from recipe.utils.errors import UserError
+from recipe.data.stream import BuilderProcess, open_manifest, wait_for
+from recipe.utils.errors import Unreachable, UserError
 from tests.checkpoint import change_state
 from tests.conftest import ROOT, TINY, flags, ok, run_train
 from tests.data.streams import BATCH, assert_rows, budget, config_of, dataset_of, streaming
@@ -164,6 +164,14 @@ def alive(pid):
 def test_a_stream_that_cannot_start_is_refused(prepared, tmp_path, changes, message):
     with pytest.raises(UserError, match=message):
         Builder(config_of(prepared, tmp_path, **changes), readers=1).run(None, None)
+
+
+@pytest.mark.parametrize(("may_pass", "kind"), [(True, Unreachable), (False, UserError)])
+def test_readers_learn_whether_the_builders_error_may_pass(tmp_path, may_pass, kind):
+    (tmp_path / STATUS).write_text(json.dumps({"error": "x", "may_pass": may_pass}))
+    with pytest.raises(UserError, match=r"^x$") as error:
+        wait_for(tmp_path, lambda: False, "a shard")
+    assert type(error.value) is kind
 
 
 def test_a_stream_shorter_than_a_step_is_refused(tmp_path):

@@ -1,5 +1,6 @@
 """Launches that are refused, and what the other processes print if one has died."""
 
+import gzip
 import json
 import os
 import re
@@ -294,10 +295,11 @@ def caused_by(cause: OSError) -> UserError:
 def test_torchrun_does_not_restart_a_mistake(tmp_path):
     """It would meet the same error three times more, or train again from step 0 where the run's directory was moved."""
     script = [ROOT / "recipe/train.py", "--dataset_name", "nowhere.txt", "--output_dir", tmp_path / "run"]
-    options = ["--num_processes", "2", "--max_restarts", "3", "--main_process_port", "0"]
+    options = ["--num_processes", "2", "--max_restarts", "3", "--main_process_port", "0", "--rdzv_backend", "c10d"]
     command = [sys.executable, "-m", "accelerate.commands.launch", "--quiet", *options]
     command += ["--config_file", ROOT / "accelerate_configs/ddp.yaml", *script]
-    result = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=200)
+    env = environment({"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
+    result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200)
     assert result.returncode == 1
     assert result.stderr.count("error: dataset_name nowhere.txt: no such file") == 1
 
@@ -307,9 +309,10 @@ def test_torchrun_does_not_restart_a_mistake(tmp_path):
     [
         (UserError("dataset_name nowhere.txt"), False, False),
         (UserError("shard.bin cannot be read (Stale file handle)"), True, True),
-        (caused_by(OSError("Input/output error")), False, True),
-        (caused_by(FileNotFoundError("No such file or directory")), False, False),
-        (OSError("Input/output error"), False, True),
+        (caused_by(OSError(5, "Input/output error")), False, True),
+        (caused_by(FileNotFoundError(2, "No such file or directory")), False, False),
+        (caused_by(gzip.BadGzipFile("Not a gzipped file")), False, False),
+        (OSError(5, "Input/output error"), False, True),
         (torch.OutOfMemoryError("CUDA out of memory. GPU 0 has"), True, False),
         (Unreachable("the Hub does not answer"), False, True),
         (Lasting("runs/gpt2 has been moved"), True, False),
@@ -328,9 +331,9 @@ def test_torchrun_restarts_what_may_pass(monkeypatch, error, stepping, is_restar
 @pytest.mark.parametrize(
     ("error", "may_pass"),
     [
-        (OSError("Input/output error"), True),
+        (OSError(5, "Input/output error"), True),
         (Unreachable("no answer"), True),
-        (caused_by(OSError("Input/output error")), True),
+        (caused_by(OSError(5, "Input/output error")), True),
         (UserError("no such file"), False),
     ],
 )
@@ -350,6 +353,16 @@ def test_another_process_says_what_failed_although_it_has_no_error_of_its_own():
         raise UserError
 
 
+class OthersFail(Processes):
+    def anywhere(self, condition: bool) -> bool:
+        return True
+
+
+def test_all_processes_agree_on_whether_an_error_may_pass():
+    with pytest.raises(Unreachable, match="on another process"), OthersFail().shared_error("the data cannot be read"):
+        pass
+
+
 def test_a_process_lost_before_the_first_step_is_restarted(monkeypatch):
     signals = []
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
@@ -357,3 +370,12 @@ def test_a_process_lost_before_the_first_step_is_restarted(monkeypatch):
     monkeypatch.setattr(StopSignal, "stepping", False)
     assert exit_code(monkeypatch, RuntimeError(CLOSED)) == 75
     assert not signals
+
+
+def test_restarts_are_refused_where_they_would_find_the_addresses_of_the_dead(monkeypatch):
+    """With the launcher's own store, as in a static rendezvous, they hang or use up the restarts."""
+    set_environment(monkeypatch, {"TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_USE_AGENT_STORE": "True"})
+    with pytest.raises(UserError, match="--max_restarts needs --rdzv_backend c10d, and TORCH_DISABLE_SHARE_RDZV_TCP"):
+        check_launch()
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
+    check_launch()

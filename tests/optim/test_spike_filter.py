@@ -12,7 +12,7 @@ from recipe.engine.device import Device
 from recipe.engine.runtime import Runtime
 from recipe.engine.strategy import Strategy
 from recipe.optim.spike_filter import SpikeFilter
-from recipe.utils.errors import UserError
+from recipe.utils.errors import Lasting
 from recipe.utils.processes import Processes
 
 CPU = torch.device("cpu")
@@ -37,7 +37,7 @@ def test_steps_that_are_not_finite_are_skipped_and_counted_and_too_many_in_a_row
     resumed.load_state_dict(json.loads(json.dumps(spike_filter.state_dict())))
     for each in (spike_filter, resumed):
         assert not each.skipping
-        with pytest.raises(UserError, match="3 steps in a row were skipped up to step 8"):
+        with pytest.raises(Lasting, match="3 steps in a row were skipped up to step 8"):
             each.check(8)
 
 
