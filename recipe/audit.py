@@ -263,7 +263,7 @@ def without_later_values(run: Values, replay: Values, interval: Interval) -> tup
 def data_names(part: dict) -> list[list]:
     """What the model card calls the data of a part of a run."""
     texts = part["data"].get("mixture") or [part["data"]]
-    return [[text.get(name) for name in ("train_text", "commit", "dataset_config", "dataset_split")] for text in texts]
+    return [[text.get(name) for name in ("train_text", "dataset_config", "dataset_split")] for text in texts]
 
 
 def audit(interval: Interval, directory: Path, arguments: argparse.Namespace) -> str:

@@ -156,7 +156,7 @@ MISTAKES = {
         lambda box: box.train(
             box.path / "new", train_text=box.file("short.txt", "ten words are too few, however they are divided")
         ),
-        "short.txt: 11 tokens, too few for training and validation, which need at least one sequence",
+        "give more text, hold out more of it (val_fraction, val_documents or val_data), or lower sequence_length",
     ),
     "not UTF-8": (lambda box: ["--config", box.file("my.yaml", b"data: \xff\n")], "my.yaml: not valid YAML in UTF-8"),
     "streamed shards": (lambda box: box.train(streaming="true"), "streaming needs text, and dataset_name "),
@@ -198,7 +198,7 @@ MISTAKES = {
         lambda box: box.train(decay_fraction=0.3),
         "decay_fraction is for lr_scheduler_type wsd, but lr_scheduler_type is cosine; remove decay_fraction",
     ),
-    "warm-up": (lambda box: box.train(warmup_steps=6), "warmup_steps 6 must be below max_steps 6"),
+    "warm-up": (lambda box: box.train(warmup_steps=6), "must be below max_steps 6; add --warmup_steps 0"),
     "fused loss": (lambda box: box.train(fused_loss=True), "fused_loss", "remove fused_loss"),
     "complete run, other data": (
         lambda box: box.resume(max_steps=20, dataset_name=box.shard(GOOD)),

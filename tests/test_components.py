@@ -50,8 +50,12 @@ def test_a_node_that_is_launched_differently_is_refused(monkeypatch, tmp_path):
     mixture = "--dataset_name=[{name: A, weight: 1}, {name: B, weight: 3}]"
     with pytest.raises(UserError, match=r"dataset_name's weights \[250, 750\] here, \[1000\] on rank 0"):
         check_same_launch(parse_config([*argv, mixture]), node(Launch()))
-    (tmp_path / "recipe" / "data" / "b.py").write_text("y")
+    (tmp_path / "eval").mkdir()
+    (tmp_path / "eval" / "b.py").write_text("y")
     with pytest.raises(UserError, match=r"code '[0-9a-f]{8}' here, '[0-9a-f]{8}' on rank 0"):
+        check_same_launch(config, node(Launch()))
+    (tmp_path / "eval" / "b.py").rename(tmp_path / "recipe" / "data" / "b.py")
+    with pytest.raises(UserError, match="code '"):
         check_same_launch(config, node(Launch()))
     (tmp_path / "recipe" / "data" / "b.py").unlink()
     monkeypatch.setattr(Launch, "others_differ", True)

@@ -9,6 +9,7 @@ import yaml
 from transformers import GPT2Config
 
 from recipe.config import FIELDS, BatchPlan, batch_arithmetic, due_at, parse_config
+from recipe.config.values import hint
 from recipe.estimate.memory import flops_per_token, parameter_count
 from recipe.model.gpt2 import GPT2LMHeadModel
 from recipe.utils.errors import UserError
@@ -132,6 +133,15 @@ def test_the_migration_guide_names_fields_that_exist():
     names = {name for cell in cells for name in re.findall(r"`([a-z]\w+)`", cell)} - values
     assert len(names) > 30
     assert names - FIELDS.keys() <= {"bf16", "fp16", "tf32", "fp32"}
+
+
+def test_a_name_of_another_program_is_not_taken_for_a_field_of_another_meaning():
+    lines = (ROOT / "docs" / "migrating.md").read_text().splitlines()
+    rows = [line.strip("| ").split("|") for line in lines if line.startswith("|")]
+    for *cells, ours in rows:
+        for name in {name for cell in cells for name in re.findall(r"`([a-z_]+)`", cell)} - FIELDS.keys():
+            suggestion = re.search(r"did you mean '(\w+)'", hint(name, FIELDS))
+            assert not suggestion or f"`{suggestion[1]}`" in ours, (name, suggestion)
 
 
 def test_help_has_every_field_with_the_recipes_value(capsys):

@@ -244,16 +244,17 @@ class TextFiles:
             else:
                 yield from self.column.separated_text(self._chunks(file, packed_file, start))
                 return
-            defaults: dict = {}
-            for location, row in rows:
+            n_without = 0
+            for number, (location, row) in enumerate(rows, 1):
                 self.position = start + packed_file.tell()
                 if not isinstance(row, dict):
                     raise UserError(f"{path}, {location}: a JSON {type(row).__name__}; {_JSON_FORMAT}")
-                row, defaults = (
-                    defaults | row,
-                    {self.column.name: None},
-                )  # a key that only some rows have may be missing
+                if number > 1 and self.column.name not in row:  # as in logs that omit what is empty
+                    n_without += 1
+                    continue
                 yield from self.column.separated(row, f"{path}, {location}")
+            if n_without:
+                logger.warning("data       %s: %s of %s rows have no %r", path, n_without, number, self.column.name)
 
     def _chunks(self, file: io.TextIOWrapper, packed_file: BinaryIO, start: int) -> Iterator[str]:
         chunk = file.read(LONGEST_PIECE)

@@ -210,8 +210,8 @@ class Producer:
     def _hold_out_end(self) -> None:
         """Splits the last training shards again: the last `val_fraction` of all tokens become validation shards."""
         total, last_shards = self.manifest.tokens("train"), self.manifest.shards_in(self.out, "train")
-        val_count = max(int(total * self.val_fraction), self._window)
-        if val_count + self._window > total:
+        val_count = int(total * self.val_fraction)
+        if not 0 < val_count < total:
             raise UserError(
                 f"{self.source}: {total:,} tokens, too few for training and validation, which need at least one "
                 f"sequence of sequence_length + 1 = {self._window:,} tokens each; give more text or a lower "

@@ -43,7 +43,7 @@ def export(run: Path, out: Path, *, best: bool = False, license: str = "") -> Pa
             shutil.copyfile(path, out / path.name, follow_symlinks=False)
         (out / CARD).write_text(card, encoding="utf-8")
     except BaseException:  # so that the same command can be repeated
-        shutil.rmtree(out, ignore_errors=True)
+        shutil.rmtree(out.resolve(), ignore_errors=True)
         raise
     return checkpoint
 

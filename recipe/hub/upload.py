@@ -153,7 +153,7 @@ class Uploads:
                 time.sleep(0.05)
             if not (names := self._missing()):
                 return ExitCode.DONE
-        except OSError as error:
+        except (OSError, UserError) as error:
             logger.warning("upload     not finished: %s; the same command, without --fresh, uploads the rest", error)
             return ExitCode.RUN_AGAIN
         way_out = "; the same command, without --fresh, uploads the rest" if self._pending() else ""

@@ -87,10 +87,11 @@ def copy_run(source: str | Path, target: str | Path) -> None:
         copy = target / path.relative_to(source)
         if path.is_file() and not path.relative_to(source).parts[0].startswith("."):
             new, old = path.stat(), copy.stat() if copy.exists() else None
-            if not old or old.st_size != new.st_size or old.st_mtime < new.st_mtime:
+            if not old or old.st_size != new.st_size or old.st_mtime < new.st_mtime - 2:  # some disks round times
                 copy.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(path, copy)  # without permissions: Kaggle's inputs are read-only
-                os.utime(copy, ns=(new.st_atime_ns, new.st_mtime_ns))  # so that it is not copied back
+                with suppress(OSError):
+                    os.utime(copy, (new.st_atime, new.st_mtime))  # so that it is not copied back
     for path in [*target.glob(_CHECKPOINTS), *target.glob(f"{_CHECKPOINTS}/*")]:
         if not (source / path.relative_to(target)).exists():
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)

@@ -1,6 +1,7 @@
 """A run's directory: one run at a time, however the previous one ended, and never a directory of another program."""
 
 import os
+import re
 import signal
 import socket
 import time
@@ -41,8 +42,11 @@ def names(directory) -> list[str]:
 def test_a_second_run_is_refused_and_told_the_owner(tmp_path, holder, monkeypatch):
     monkeypatch.setattr(module, "LOCK_TIMEOUT_S", 0.1)
     owner = rf"process {holder} on {socket.gethostname()}"
-    with pytest.raises(UserError, match=rf"another run writes there \({owner}\); wait for it"):
-        run_directory(tmp_path).__enter__()
+    (tmp_path / "metrics.jsonl").touch()
+    for fresh in (False, True):
+        with pytest.raises(UserError, match=rf"another run writes there \({owner}\); wait for it"):
+            run_directory(tmp_path, fresh=fresh).__enter__()
+    assert (tmp_path / "metrics.jsonl").exists()
 
 
 def test_the_lock_of_a_dead_process_is_taken_over_at_once(tmp_path, holder):
@@ -108,8 +112,9 @@ def test_another_run_is_refused_and_harmless_changes_are_reported(tmp_path, capl
     saved, tokenizer = parse_config(words).flat(), open_tokenizer("gpt2")
     state = {"config": saved, "data": {}, "metrics": {}, "step": 20, "tokenizer": {"name": "gpt2", "digest": "gpt2"}}
     config = saved | {"max_steps": 100, "eval_steps": 7}
-    check_same_run(state, config, tokenizer, tmp_path)
+    check_same_run(state, config | {"init_from": "gpt2"}, tokenizer, tmp_path)
     assert "resuming with max_steps 80 -> 100" in caplog.messages
+    assert any(re.search("^resuming with init_from '' -> 'gpt2', which has no effect", m) for m in caplog.messages)
     assert "the learning rate at step 20 was 0.00075 and is 0.0008 now" in caplog.messages[-1]
     check_same_run(state, saved | {"val_data": "other"}, tokenizer, tmp_path)
     message = "validation losses up to step 20 cannot be compared with those that follow: val_data '' -> 'other'"

@@ -217,7 +217,7 @@ def test_killed_anywhere_and_run_again_gives_the_same_bytes(tmp_path, changes):
     assert number > 20
 
 
-@pytest.mark.parametrize("changes", [{"val_documents": 9}, {"val_fraction": 0.99, "sequence_length": 128}])
+@pytest.mark.parametrize("changes", [{"val_documents": 9}, {"val_fraction": 0.99}])
 def test_a_shard_that_is_damaged_during_an_interruption_is_refused(tmp_path, monkeypatch, changes):
     data = data_of(write_jsonl(tmp_path / "d.jsonl"), tmp_path / "out", shard_tokens=6000, **changes)
     interrupted_at(monkeypatch, data, 4)
@@ -419,17 +419,13 @@ def test_a_file_that_cannot_be_used_is_named_with_a_way_out(tmp_path, name, data
         prepare(data_of(tmp_path / "in" / name, tmp_path / "out"))
 
 
-def test_a_row_without_the_key_is_an_empty_document_unless_it_is_the_first(tmp_path):
+def test_a_row_without_the_key_is_an_empty_document_unless_it_is_the_first(tmp_path, capsys):
     """As logs omit what is empty."""
+    set_up_logging()
     (tmp_path / "d.jsonl").write_text('{"text": "a"}\n{"id": 2}\n{"text": null}\n{"text": "b"}\n')
     prepare(data_of(tmp_path / "d.jsonl", tmp_path / "out", val_fraction=0))
     assert tokens_in(tmp_path / "out", "train") == tokens_of(["a", "b"])
-
-
-def test_a_short_text_holds_out_a_sequence_at_least(tmp_path):
-    (tmp_path / "poem.txt").write_text(TEXT[:3000])
-    prepare(data_of(tmp_path / "poem.txt", tmp_path / "out", val_fraction=0.01, sequence_length=128))
-    assert len(tokens_in(tmp_path / "out", "val")) == 129
+    assert "d.jsonl: 1 of 4 rows have no 'text'\n" in capsys.readouterr().out
 
 
 def test_of_several_files_one_that_cannot_be_used_need_not_be(tmp_path):

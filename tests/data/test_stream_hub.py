@@ -127,9 +127,11 @@ def test_what_the_hub_does_not_have_is_an_error_without_a_retry(prepared, hub, a
         ({"text_column": "body"}, "a/text: no column 'body'; there are: text, id"),
         ({"train_text": "a/script"}, r"data set a/script: .* scripts are no longer supported"),
         ({"train_text": "a/tokens"}, r"^UserError: data set a/tokens: .*Invalid credentials"),
+        ({"train_text": "a/gated"}, r"^UserError: data set a/gated: "),
     ]
     expired = {"status": 401, "headers": {"X-Error-Message": "Invalid credentials in Authorization header"}}
     hub.faults.append(Fault(path="*/a/tokens*", **expired, times=1000))
+    hub.faults.append(Fault(path="*/a/gated*", status=403, times=1000))
     data = [
         from_hub(prepared, tmp_path / str(i), **({"dataset_config": ""} if "train_text" in changes else {}) | changes)
         for i, (changes, _) in enumerate(cases)

@@ -313,13 +313,15 @@ def test_problems_are_found_without_a_reference(damage, kind, sentence, tmp_path
     assert [finding.kind for finding in findings if re.search(sentence, finding.text)] == [kind], findings
 
 
-@pytest.mark.parametrize(("eval_tokens", "kinds"), [(65536, ["bad"]), (4096, [])])
-def test_a_rise_between_losses_on_other_tokens_is_none(eval_tokens, kinds, tmp_path):
+@pytest.mark.parametrize(
+    ("earlier", "kinds"), [({}, ["bad"]), ({"eval_tokens": 4096}, []), ({"val_data": "data/other"}, [])]
+)
+def test_a_rise_between_losses_on_other_tokens_is_none(earlier, kinds, tmp_path):
     """They were validated on other tokens before a resume."""
     lines, config = lines_of(), config_of(n_layer=5, eval_tokens=65536)
     changed("val_loss", lambda loss: loss + 2, 20)(lines)
     step = lines[20]["step"] - 1
-    parts = [{"from_step": 0, "config": config | {"eval_tokens": eval_tokens}}, {"from_step": step, "config": config}]
+    parts = [{"from_step": 0, "config": config | earlier}, {"from_step": step, "config": config}]
     run = write_run(tmp_path / "run", lines, config, about=[part | SHIPPED[0] for part in parts])
     assert [finding.kind for finding in diagnosed(run) if "has been rising" in finding.text] == kinds
 

@@ -66,15 +66,17 @@ def test_an_export_replaces_nothing(whole_run, tmp_path, capsys):
 
 
 def test_an_export_that_fails_can_be_repeated(whole_run, tmp_path, monkeypatch, capsys):
-    run, out, copyfile = whole_run[0], tmp_path / "out", shutil.copyfile
+    run, out, copyfile, error = whole_run[0], tmp_path / "out", shutil.copyfile, None
 
     def fill_the_disk(source: Path, target: Path, **options) -> None:
         copyfile(source, target, **options)
-        raise OSError(28, "No space left on device")
+        raise error
 
-    with monkeypatch.context() as patch:
-        patch.setattr(shutil, "copyfile", fill_the_disk)
-        assert export.main([str(run), "--out", str(out)]) == 2
+    for exception, code in ((OSError(28, "No space left on device"), 2), (KeyboardInterrupt(), 75)):
+        error = exception
+        with monkeypatch.context() as patch:
+            patch.setattr(shutil, "copyfile", fill_the_disk)
+            assert export.main([str(run), "--out", str(out)]) == code
     assert export.main([str(run), "--out", str(out)]) == 0, capsys.readouterr().err
 
 

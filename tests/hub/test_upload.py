@@ -196,6 +196,8 @@ def test_a_directory_that_cannot_be_read_for_a_moment_does_not_end_a_run(hub, ru
         patch.setattr(uploads, "branches", Mock(side_effect=PermissionError(13, "Permission denied")))
         uploads.start()
         assert uploads.wait() == 75
+        patch.setattr(uploads, "branches", Mock(side_effect=UserError("trainer_state.json cannot be read")))
+        assert uploads.wait() == 75
     assert uploads.wait() == 0
     assert_on_the_hub(hub, run)
 

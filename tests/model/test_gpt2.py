@@ -184,10 +184,11 @@ def test_init_from_a_run_names_its_checkpoint(tmp_path):
 
 
 def test_init_from_an_mlp_of_another_width_is_refused_before_its_weights_are_read(tmp_path):
-    GPT2Config(n_positions=128, n_embd=32, n_head=2, n_layer=1, n_inner=100).save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").touch()
-    with pytest.raises(UserError, match=r"init_from .* has n_inner 100; a recipe's is 4 n_embd"):
-        build_model(parse_config([f"--init_from={tmp_path}", "--n_embd=32", "--n_head=2", "--n_layer=1"]))
+    for n_inner, message in ((100, "init_from .* has n_inner 100; a recipe's is 4 n_embd"), (128, "cannot be read")):
+        GPT2Config(n_positions=128, n_embd=32, n_head=2, n_layer=1, n_inner=n_inner).save_pretrained(tmp_path)
+        with pytest.raises(UserError, match=message):
+            build_model(parse_config([f"--init_from={tmp_path}", "--n_embd=32", "--n_head=2", "--n_layer=1"]))
 
 
 def test_init_from_without_a_network_is_an_error_within_ten_seconds(monkeypatch):
