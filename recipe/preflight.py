@@ -320,6 +320,9 @@ def disk(config: Config, strategy: Strategy) -> Finding:
     if not strategy.runtime.processes.is_main:
         return "", ""
     directory = nearest_directory(Path(config.run.output_dir))
+    size, free = checkpoint_bytes(config), shutil.disk_usage(directory).free
+    if free <= (needed := checkpoint_count(config) * size):
+        return f"{gb(free)} free", f"the run needs {gb(needed)} in {directory}; choose another --output_dir"
     block, count = os.urandom(2**24), 8
     with tempfile.TemporaryFile(dir=directory) as file:
         started = time.perf_counter()
@@ -327,11 +330,7 @@ def disk(config: Config, strategy: Strategy) -> Finding:
             file.write(block)
         os.fsync(file.fileno())
         seconds_per_byte = (time.perf_counter() - started) / (count * len(block))
-    size, free = checkpoint_bytes(config), shutil.disk_usage(directory).free
-    needed = checkpoint_count(config) * size
-    measured = f"{gb(free)} free, writing a checkpoint of {si(size)}B takes {duration(size * seconds_per_byte)}"
-    problem = f"the run needs {gb(needed)} in {directory}; choose another --output_dir"
-    return measured, problem if free <= needed else ""
+    return f"{gb(free)} free, writing a checkpoint of {si(size)}B takes {duration(size * seconds_per_byte)}", ""
 
 
 def devices(config: Config, strategy: Strategy) -> Finding:

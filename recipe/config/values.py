@@ -82,8 +82,15 @@ def metavar(field: dataclasses.Field) -> str:
     return "|".join(_NAMES.get(kind, kind) for kind in kinds(field))
 
 
+# Names in other programs that resemble one of ours with another meaning.
+_FALSE_FRIENDS = {"block_size", "config_name", "eval_iters", "eval_only", "fsdp_config", "logging_first_step"}
+_FALSE_FRIENDS |= {"lr_scheduler_kwargs", "token", "torch_compile_backend", "train_file", "val_max_steps"}
+
+
 def hint(name: str, fields: Fields) -> str:
     """The end of an error message that suggests what an unknown name may mean."""
+    if name in _FALSE_FRIENDS:
+        return f"; docs/migrating.md has what {name!r} is here"
     if close := difflib.get_close_matches(name, fields, n=1, cutoff=0.7):
         return f"; did you mean {close[0]!r}?"
     return "; see --help, or docs/migrating.md for the names in other programs"

@@ -25,7 +25,9 @@ class ShardReader:
         self.path, self._file = path, os.open(path, os.O_RDONLY)
         weakref.finalize(self, os.close, self._file)
         header, size = os.pread(self._file, HEADER_BYTES, 0), os.fstat(self._file).st_size
-        if _is_headerless(header) and size % DTYPE.itemsize == 0:
+        if _is_headerless(header):
+            if size % DTYPE.itemsize:
+                raise UserError(f"{path} was cut short: its tokens have two bytes, and it {size:,}; copy it again")
             self._begin, self._count = 0, size // DTYPE.itemsize
             return
         magic, version, count = np.frombuffer(header.ljust(HEADER_BYTES, b"\0"), "<i4")[:3].tolist()
