@@ -29,6 +29,7 @@ from recipe.engine.runtime import Runtime
 from recipe.model.gpt2 import GPT2LMHeadModel
 from recipe.optim.optimizer import gradient_norm, load_named_state, named_state, unsharded
 from recipe.optim.spike_filter import SpikeFilter
+from recipe.utils.errors import UserError, first_line
 from recipe.utils.processes import Processes
 
 TIMEOUT = timedelta(minutes=40)  # of a collective; if a process dies, the others end at once, without waiting for this
@@ -186,7 +187,10 @@ def start_accelerator(
     # DeepSpeed 0.19 and Muon use the old names of collectives, the only ones before torch 2.13.
     warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)
     AcceleratorState._reset_state()  # an earlier strategy of this process may have had another precision
-    accelerator = Accelerator(mixed_precision=mixed_precision, kwargs_handlers=handlers)
+    try:
+        accelerator = Accelerator(mixed_precision=mixed_precision, kwargs_handlers=handlers)
+    except (ValueError, ImportError) as error:  # as for MEGATRON_LM, or mpirun without MASTER_ADDR
+        raise UserError(f"this launch cannot start ({first_line(error)}); use a file of accelerate_configs/") from error
     accelerator.gradient_accumulation_steps = 1  # the loop itself divides the loss, whatever the environment says
     check_accelerator(accelerator, supported, precision)
     return accelerator

@@ -379,3 +379,21 @@ def test_restarts_are_refused_where_they_would_find_the_addresses_of_the_dead(mo
         check_launch()
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
     check_launch()
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}, "MASTER_ADDR"),
+        ({"ACCELERATE_USE_MEGATRON_LM": "true"}, "[Mm]egatron"),
+    ],
+)
+def test_a_launch_that_accelerate_cannot_start_is_one_line(variables, message):
+    env = environment(variables | {"ACCELERATE_USE_CPU": "true"})
+    command = [sys.executable, ROOT / "recipe/train.py", "--config=shakespeare"]
+    result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100)
+    assert result.returncode == 2
+    assert re.search(
+        f"^error: this launch cannot start \\(.*{message}.*accelerate_configs/$", result.stderr, re.MULTILINE
+    )
+    assert "Traceback" not in result.stderr
