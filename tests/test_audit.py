@@ -374,3 +374,21 @@ def test_altered_data_are_found_at_their_step(shards, tmp_path, capsys, forked):
     assert code == 1
     assert sentences[0].startswith("step 15 to 20: different: ")
     assert " of step 16 is " in sentences[0]
+
+
+@pytest.mark.parametrize(
+    ("run", "replay", "is_other"),
+    [
+        ({"train_text": "a/b", "dataset_config": "x"}, {"train_text": "a/b", "dataset_config": "x"}, False),
+        ({"train_text": "a/b", "dataset_config": "x"}, {"train_text": "a/b", "dataset_config": "y"}, True),
+        ({"train_text": "a/b"}, {"files": [{"name": "b.txt"}]}, True),
+        ({"train_text": "a/b"}, {"shards": "data/b"}, False),  # prepared elsewhere, without a manifest
+        (
+            {"mixture": [{"files": []}, {"train_text": "a/b"}]},
+            {"mixture": [{"files": []}, {"train_text": "a/c"}]},
+            True,
+        ),
+    ],
+)
+def test_the_names_of_the_data_are_those_of_the_replay_as_far_as_it_knows_them(run, replay, is_other):
+    assert audit.names_other_data({"data": run}, {"data": replay}) == is_other

@@ -183,7 +183,8 @@ def start_accelerator(
     precision: str, mixed_precision: str, handlers: list, supported: tuple[DistributedType, ...]
 ) -> Accelerator:
     """Creates the Accelerator, which starts the process group and chooses the device. `mixed_precision` is its own
-    argument, `precision` the recipe's. Raises UserError unless its type is in `supported` and matches the launch."""
+    argument, `precision` the recipe's. Raises UserError if Accelerate cannot start the launch, or unless its type is in
+    `supported` and matches the launch."""
     # DeepSpeed 0.19 and Muon use the old names of collectives, the only ones before torch 2.13.
     warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)
     AcceleratorState._reset_state()  # an earlier strategy of this process may have had another precision
