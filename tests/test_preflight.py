@@ -139,3 +139,11 @@ def test_a_number_of_processes_that_cannot_share_the_golden_run_still_tries_its_
 def test_sharding_engines_pass(config):
     result = ok(launch(config, 2, "recipe/preflight.py"))
     assert "losses within" in lines_of(result.stdout)["adamw fp32"]
+
+
+def test_a_full_disk_is_named_and_not_written_to(tmp_path, monkeypatch):
+    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _: SimpleNamespace(free=10**6))
+    monkeypatch.setattr(preflight.tempfile, "TemporaryFile", None)
+    strategy = SimpleNamespace(runtime=SimpleNamespace(processes=Processes()))
+    measured, problem = preflight.disk(parse_config([f"--output_dir={tmp_path}"]), strategy)
+    assert re.fullmatch(rf"the run needs .* in {tmp_path}; choose another --output_dir", problem), (measured, problem)

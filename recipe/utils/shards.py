@@ -27,7 +27,7 @@ class ShardReader:
         header, size = os.pread(self._file, HEADER_BYTES, 0), os.fstat(self._file).st_size
         if _is_headerless(header):
             if size % DTYPE.itemsize:
-                raise UserError(f"{path} was cut short: its tokens have two bytes, and it {size:,}; copy it again")
+                raise UserError(f"{path}: {size:,} bytes for tokens of two each: the file was cut short; copy it again")
             self._begin, self._count = 0, size // DTYPE.itemsize
             return
         magic, version, count = np.frombuffer(header.ljust(HEADER_BYTES, b"\0"), "<i4")[:3].tolist()

@@ -46,6 +46,7 @@ GOOD = np.arange(1, 1000, dtype="<u2")
         (header(20240520, 1, 0), "the header gives 0 tokens"),
         (header(20240520, 1, 999) + GOOD.tobytes()[:-1], r"999 tokens \(1998 bytes\), but 1997 bytes .*cut short"),
         (header(20240520, 1, 999) + GOOD.astype("<u4").tobytes(), "tokens are not uint16"),
+        (GOOD.tobytes()[:-1], "1,997 bytes for tokens of two each: the file was cut short"),
     ],
 )
 def test_a_file_that_is_no_shard_is_refused(tmp_path, content, message):
