@@ -50,6 +50,7 @@ from recipe.utils.checkpoints import read_metrics
 from recipe.utils.errors import ArgumentParser, ExitCode, UserError
 from recipe.utils.files import replace_file
 from recipe.utils.log import set_up_logging
+from recipe.utils.redaction import redact
 from recipe.utils.units import duration, si
 
 logger = logging.getLogger("recipe.best")
@@ -105,7 +106,13 @@ def main(argv: list[str] | None = None) -> int:
 
 def parse_request(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """What was asked for, and the flags that are fields of a recipe. Raises UserError."""
-    parser = ArgumentParser(prog="recipe/best.py", allow_abbrev=False, description=__doc__.partition("\n")[0])
+    parser = ArgumentParser(
+        prog="recipe/best.py",
+        allow_abbrev=False,
+        description=__doc__.partition("\n")[0],
+        epilog="Most fields of a recipe are flags, too: --dry_run, --fresh, --run_name NAME, --precision fp32. "
+        "`recipe/train.py --help` lists them.",
+    )
     parser.add_argument(
         "--text", default=os.path.relpath(SHIPPED_TEXT), help="a file, a directory, a glob, or a data set on the Hub"
     )
@@ -151,7 +158,7 @@ def earlier_recipe(request: argparse.Namespace, config: Config, strategy: Strate
     with strategy.runtime.processes.shared_error("there is another recipe"):
         if path.exists() and not config.run.fresh:
             lines = path.read_text().splitlines()
-            if f"# {request.title}" not in lines:
+            if f"# {redact(request.title)}" not in lines:
                 raise UserError(f"{path} is for something else; give another --run_name, or --fresh")
             return lines
     return None
@@ -179,7 +186,8 @@ def write_recipe(request: argparse.Namespace, flags: list[str], config: Config, 
             request.title,
             f"Validation loss to expect: {best.loss:.3f}, give or take {forecaster.relative_error(best):.0%}",
         ]
-        content = "".join(f"# {line}\n" for line in "\n".join(head).split("\n")) + yaml_of(fields)  # a name may hold \n
+        comments = "".join(f"# {line}\n" for line in "\n".join(head).split("\n"))  # a name may hold \n
+        content = redact(comments + yaml_of(fields))
         lock.close()
         with processes.shared_error("the recipe cannot be written"):  # no process reads it before it is there
             if processes.is_main:

@@ -392,6 +392,15 @@ def test_the_batch_grows_with_the_run_and_muons_rate_only_above_what_was_measure
     assert values == [(1024, 0.01), (4096, 0.01), (8192, 0.014), (524_288, 0.02)]
 
 
+def test_a_recipe_does_not_name_the_home_directory(tmp_path, call_here, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    argv = ["--text", tmp_path / "text.txt", "--device", "h100"]
+    ok(call_here(*argv))
+    assert str(tmp_path) not in Path("runs/text-0.1h/recipe.yaml").read_text()
+    assert parse_config(["--config", "runs/text-0.1h/recipe.yaml"]).data.train_text == str(tmp_path / "text.txt")
+    assert "recipe.yaml is there" in ok(call_here(*argv)).stdout
+
+
 def test_print_run_prints_the_directory_of_the_run(call_here):
     """The Makefile samples from it: another run may be newer."""
     assert call_here("--text", "a/my text.txt", "--hours", "2", "--print_run").stdout == "runs/my-text-2h\n"

@@ -106,6 +106,7 @@ def _parser(defaults: dict) -> argparse.ArgumentParser:
         prog=f"python -m {module}" if module else sys.argv[0],
         description=(command.__doc__ or "").partition("\n\n")[0],
         usage="%(prog)s [--config RECIPE] [--FIELD VALUE ...]",
+        epilog="The defaults are those of the recipe: --config NAME --help prints another's.",
         allow_abbrev=False,
         add_help=False,
         argument_default=argparse.SUPPRESS,
