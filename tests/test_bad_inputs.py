@@ -88,7 +88,7 @@ class Sandbox:
         shutil.copytree(self.finished, self.run)
         return self.train(**({"dropout": 0.1, "max_steps": 24} | fields))
 
-    def shard(self, train_tokens, val_tokens=GOOD) -> Path:
+    def shard(self, train_tokens, val_tokens=GOOD[::-1]) -> Path:
         """The directory, with a training shard and a validation shard."""
         write_shard(self.path / "x_train_0.bin", train_tokens)
         write_shard(self.path / "x_val_0.bin", val_tokens)
@@ -213,6 +213,20 @@ MISTAKES = {
     "not a run's directory": (
         lambda box: box.train(output_dir=box.file("photos/a.jpg", "x").parent, fresh="true"),
         "photos is not the directory of a run: it holds a.jpg",
+    ),
+    "validation on a copy of the training shard": (
+        lambda box: box.train(box.shard(GOOD, GOOD)),
+        "x_train_0.bin (training) and ",
+        "x_val_0.bin (validation) hold the same tokens",
+    ),
+    "a split of shards": (
+        lambda box: box.train(val_fraction=0.2),
+        "error: val_fraction is for text, but dataset_name ",
+        " is shards; remove --val_fraction",
+    ),
+    "how to compile what is not compiled": (
+        lambda box: box.train(torch_compile_mode="regional"),
+        "torch_compile_mode is for torch_compile True, but torch_compile is False; remove torch_compile_mode, or set",
     ),
     "truncated weights": (
         lambda box: box.train(init_from=box.truncated_model()),

@@ -24,7 +24,9 @@ UNDECIDED = 10**9  # max_steps of a run of train_hours until its decay begins
 MIXTURE_PERIOD = 1000  # sequences over which the shares of a mixture are exact
 
 
-def setting(default, help_text: str, *, path: bool = False, requires: tuple[str, str] | None = None, **limits: float):
+def setting(
+    default, help_text: str, *, path: bool = False, requires: tuple[str, str | bool] | None = None, **limits: float
+):
     """A field that users set.
 
     `limits` are min, above, max and below (values.py). `path`: the value may be a path, so ~ is expanded. `requires` is
@@ -188,7 +190,9 @@ class RunConfig:
     )
     torch_compile: bool = setting(False, "compile the model with torch.compile")
     torch_compile_mode: Literal["default", "regional", "max-autotune"] = setting(
-        "default", "default: the model; regional: one block, reused for all (quick); max-autotune: tunes kernels (slow)"
+        "default",
+        "default: the model; regional: one block, reused for all (quick); max-autotune: tunes kernels (slow)",
+        requires=("torch_compile", True),
     )
     gradient_checkpointing: bool | Literal["auto"] = setting(
         False, "recompute activations in the backward pass: less memory, slower; auto: unless 8,192 tokens fit without"

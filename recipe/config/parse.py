@@ -10,7 +10,7 @@ from pathlib import Path
 
 import yaml
 
-from recipe.config.catalog import REPO_NAME, is_on_hub, is_text
+from recipe.config.catalog import REPO_NAME, SHARD_FIELDS, is_on_hub, is_text
 from recipe.config.fields import (
     DATA_SET_FIELDS,
     DATASETS,
@@ -61,6 +61,10 @@ def parse_config(argv: list[str] | None = None) -> Config:
     model, optimizer = ModelConfig(**values_of(ModelConfig)), OptimizerConfig(**values_of(OptimizerConfig))
     config = Config(model, data_config(values_of(DataConfig)), optimizer, RunConfig(**values_of(RunConfig)))
     check(config)
+    if not (config.data.mixture or config.data.train_text):
+        shards = config.data.dataset_name
+        for name in sorted(flags.keys() & {*SHARD_FIELDS, "disk_budget_gb"} - {"tokenizer"}):
+            raise UserError(f"{name} is for text, but dataset_name {shards} is shards; remove --{name}")
     return config
 
 

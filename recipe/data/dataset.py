@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import filecmp
 from dataclasses import replace
 
 import numpy as np
@@ -154,9 +155,12 @@ def check_data(train: list[TokenDataset], validation: list[TokenDataset]) -> Non
     shards = [shard for dataset in train for shard in dataset.shards]
     training = {shard.path.resolve(): shard for shard in shards} | {shard.sha256: shard for shard in shards}
     for val_shard in (shard for dataset in validation for shard in dataset.shards):
-        for key in filter(None, (val_shard.path.resolve(), val_shard.sha256)):
-            if shard := training.get(key):
-                raise UserError(
-                    f"{shard.path} (training) and {val_shard.path} (validation) hold the same tokens: the validation "
-                    "loss would be meaningless; name other files in dataset_name or val_data"
-                )
+        same = [training[key] for key in (val_shard.path.resolve(), val_shard.sha256) if key and key in training]
+        if val_shard.sha256 is None:  # nor have others without a manifest a checksum yet
+            alike = (shard for shard in shards if (shard.sha256, shard.tokens) == (None, val_shard.tokens))
+            same += [shard for shard in alike if filecmp.cmp(shard.path, val_shard.path, shallow=False)]
+        if same:
+            raise UserError(
+                f"{same[0].path} (training) and {val_shard.path} (validation) hold the same tokens: the validation "
+                "loss would be meaningless; name other files in dataset_name or val_data"
+            )

@@ -231,5 +231,6 @@ def _files_of(name: str, split: str) -> list[Path]:
     if not matches:
         text = next((f"{directory}/*{path.suffix}" for path in text_files(name)[0]), "")
         way_out = f"to use its text alone, name '{text}'" if text else f"prepare the text: {_PREPARE_COMMAND}"
+        way_out += "; or name validation files in val_data" if split == "val" else ""
         raise UserError(f"{name}: holds {files[0].name}, but no manifest.json and no *{split}*.bin; {way_out}")
     return matches

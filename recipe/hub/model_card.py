@@ -71,6 +71,7 @@ def model_card(checkpoint: Path, *, repo: str = "", license: str = "", audit: bo
         path=repo or "path/to/this/directory",
         positions=config["n_positions"],
         end_of_text=[plain(state["tokenizer"][name]) for name in ("end_of_text", "end_of_text_token")],
+        documents=not any(data.get("shards") for data in parts[-1]["data"].get("mixture", [parts[-1]["data"]])),
         scores=[[plain(cell) for cell in table_row(score)] for score in scores],
         comparison=comparison,
         audit=repo if audit else "",

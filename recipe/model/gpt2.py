@@ -5,6 +5,7 @@ Architecture: Radford et al. 2019, "Language Models are Unsupervised Multitask L
 """
 
 import copy
+import json
 import math
 import re
 from collections.abc import Callable
@@ -22,7 +23,10 @@ from recipe.model.gelu import gelu
 from recipe.model.linear import linear
 from recipe.model.loss import next_token_loss
 from recipe.utils.errors import UserError, no_safetensors, reading
+from recipe.utils.units import plural
 
+# A model in one file; a larger one has an index and parts.
+WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json", "model-*-of-*.safetensors")
 # Causal masks that old checkpoints carry as buffers. The leading dot matters: without it c_attn.bias matches too.
 _OLD_BUFFERS = re.compile(r"\.attn\.(bias|masked_bias)$")
 
@@ -245,16 +249,20 @@ class GPT2LMHeadModel(nn.Module):
     def load_weights(self, tensors: dict[str, torch.Tensor], origin: str) -> None:
         """Copies `tensors`, by transformers' names, into the parameters; `origin` is named in errors.
 
-        Raises UserError for missing, unexpected or misshapen tensors.
+        Raises UserError for missing, unexpected or misshapen tensors, and for a head of its own.
         """
         tensors = {k: v for k, v in tensors.items() if not _OLD_BUFFERS.search(k)}
-        tensors.pop("lm_head.weight", None)  # tied to the embedding
+        head = tensors.pop("lm_head.weight", None)
         if "wte.weight" in tensors:  # OpenAI's files on the Hub were saved from the bare GPT2Model
             tensors = {f"transformer.{k}": v for k, v in tensors.items()}
-        try:
-            self.load_state_dict(tensors)
-        except RuntimeError as error:
-            raise UserError(f"{origin}: {error}") from error
+        shapes, own_shapes = ({k: tuple(v.shape) for k, v in named.items()} for named in (tensors, self.state_dict()))
+        if wrong := [name for name in own_shapes | shapes if shapes.get(name) != own_shapes.get(name)]:
+            shape, own_shape = (named.get(wrong[0], "missing") for named in (shapes, own_shapes))
+            example = f"{wrong[0]} is {shape}, {own_shape} in the recipe's model"
+            raise UserError(f"{origin}: {plural(len(wrong), 'tensor')} of another model ({example})")
+        if head is not None and not torch.equal(head, tensors["transformer.wte.weight"]):
+            raise UserError(f"{origin}: its lm_head.weight is not its embedding; GPT-2's head is tied to it")
+        self.load_state_dict(tensors)
 
 
 def check_supported(config: GPT2Config) -> None:
@@ -280,9 +288,15 @@ def read_weights(directory: str) -> dict[str, torch.Tensor]:
 
 
 def weight_files(directory: str) -> list[Path]:
-    """The safetensors file of a model, or the parts in which transformers saves a large one. Raises UserError if there
-    are none."""
-    for pattern in ("model.safetensors", "model-*-of-*.safetensors"):
-        if paths := sorted(Path(directory).glob(pattern)):
-            return paths
-    raise no_safetensors(directory)
+    """The safetensors file of a model, or the parts in which transformers saves a large one, by their index. Raises
+    UserError if one is missing."""
+    file, index = (Path(directory) / name for name in WEIGHT_FILES[:2])
+    if file.is_file():
+        return [file]
+    if not index.is_file():
+        raise no_safetensors(directory)
+    with reading(index, "copy or download it again"):
+        names = {Path(name).name for name in json.loads(index.read_bytes())["weight_map"].values()}
+    if missing := sorted(name for name in names if not (index.parent / name).is_file()):
+        raise UserError(f"{directory} lacks {missing[0]}, which {index.name} lists; copy or download it again")
+    return [index.parent / name for name in sorted(names)]

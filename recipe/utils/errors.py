@@ -75,9 +75,12 @@ def writing(path: Path, way_out: str) -> AbstractContextManager[None]:
 
 def no_safetensors(model: str) -> UserError:
     """The error for a model without a safetensors file."""
+    problem = f"{model}: no model.safetensors; pytorch_model.bin, ckpt.pt and the like are pickles, which can run any "
+    problem += "code when loaded, so they are not read"
+    if Path(model).is_dir() and not (Path(model) / "config.json").exists():
+        return UserError(f"{problem}. Give a directory that transformers' save_pretrained has written")
     return UserError(
-        f"{model}: no model.safetensors; pytorch_model.bin and the like are pickles, which can run any code when "
-        "loaded, so they are not read. If you trust the model, convert it with transformers: "
+        f"{problem}. If you trust the model, convert it with transformers: "
         f"AutoModelForCausalLM.from_pretrained({model!r}).save_pretrained('converted')"
     )
 

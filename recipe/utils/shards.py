@@ -25,19 +25,23 @@ class ShardReader:
         self.path, self._file = path, os.open(path, os.O_RDONLY)
         weakref.finalize(self, os.close, self._file)
         header, size = os.pread(self._file, HEADER_BYTES, 0), os.fstat(self._file).st_size
+        if size <= HEADER_BYTES:
+            raise UserError(f"{path}: {size:,} bytes are too few for a shard; name another file, or prepare more text")
         if _is_headerless(header):
             if size % DTYPE.itemsize:
                 raise UserError(f"{path}: {size:,} bytes for tokens of two each: the file was cut short; copy it again")
             self._begin, self._count = 0, size // DTYPE.itemsize
             return
         magic, version, count = np.frombuffer(header.ljust(HEADER_BYTES, b"\0"), "<i4")[:3].tolist()
-        if (magic, version) != (MAGIC, VERSION):
+        if magic == MAGIC and version != VERSION:
+            raise UserError(f"{path}: a shard of llm.c's version {version}; only {VERSION} is read: prepare it again")
+        if magic != MAGIC:
             raise UserError(
                 f"{path}: not a shard of llm.c (it begins with {magic} and not {MAGIC}) or nanoGPT; perhaps of another "
                 "tokenizer, type (uint16 is read) or byte order. Prepare the text: python -m recipe.data.prepare "
                 "--dataset_name TEXT"
             )
-        if count < 1 or size != HEADER_BYTES + count * DTYPE.itemsize:
+        if size != HEADER_BYTES + count * DTYPE.itemsize:
             raise UserError(
                 f"{path}: the header gives {count} tokens ({count * DTYPE.itemsize} bytes), but {size - HEADER_BYTES} "
                 "bytes follow: the file was cut short, or its tokens are not uint16; download or prepare it again"
@@ -63,6 +67,6 @@ class ShardReader:
 
 def _is_headerless(header: bytes) -> bool:
     """Whether a file that starts with `header` holds only GPT-2 tokens as uint16, as nanoGPT writes them."""
-    words = np.frombuffer(header, DTYPE) if len(header) == HEADER_BYTES else np.zeros(1, DTYPE)
+    words = np.frombuffer(header, DTYPE)
     # Most of a header is zeros, as is every second word of 4-byte tokens; in text, token 0 ("!") is rare.
     return bool(words.max() < GPT2_TOKENS and (words == 0).mean() < 0.4)

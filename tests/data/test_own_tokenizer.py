@@ -52,7 +52,8 @@ def save(tokenizer: Tokenizer, directory, eos_token: str | None = END) -> str:
 
 def run_flags(root, **fields) -> list[str]:
     paths = {"dataset_name": root / "text.txt", "tokenizer": root / "own", "output_dir": root / "run"}
-    return flags(**TINY | paths | {"val_fraction": 0.1} | fields)
+    settings = TINY | paths | fields
+    return flags(**settings, **({"val_fraction": 0.1} if settings["dataset_name"] == paths["dataset_name"] else {}))
 
 
 @pytest.fixture(scope="module")

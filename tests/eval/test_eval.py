@@ -319,7 +319,7 @@ def test_a_hostile_model_neither_unpickles_nor_runs_code(model_dir, tmp_path, co
         with pytest.raises(SystemExit):
             common.run_main(partial(command, module, model))
         error = capsys.readouterr().err
-        assert f"error: {model}: no model.safetensors; pytorch_model.bin and the like are pickles" in error
+        assert f"error: {model}: no model.safetensors; pytorch_model.bin, ckpt.pt and the like are pickles" in error
         assert f"AutoModelForCausalLM.from_pretrained('{model}').save_pretrained('converted')" in error
         assert error.count("\n") == 1
     (model / "adapter_config.json").write_text('{"base_model_name_or_path": "other/model", "peft_type": "LORA"}')

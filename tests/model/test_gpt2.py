@@ -79,13 +79,19 @@ def test_equal_to_transformers(n_embd, n_head, tmp_path):
     with torch.no_grad():
         assert relative(loaded.eval()(ids).logits, model(ids)) < 1e-5
     loaded.save_pretrained(tmp_path / "sharded", max_shard_size="10MB")
-    assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 1
+    first_part, *others = sorted((tmp_path / "sharded").glob("*.safetensors"))
+    assert others
     for directory in (tmp_path, tmp_path / "sharded"):
         reloaded = own_model(directory)
         weights = reloaded.state_dict()
         assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
         with torch.no_grad():
             assert torch.equal(reloaded(ids), model(ids))
+    save_file({"transformer.wpe.weight": torch.zeros(1)}, tmp_path / "sharded" / "model-00009-of-00009.safetensors")
+    own_model(tmp_path / "sharded")  # the index does not list it
+    first_part.unlink()
+    with pytest.raises(UserError, match=f"sharded lacks {first_part.name}, which model.safetensors.index.json lists"):
+        own_model(tmp_path / "sharded")
 
 
 def test_checkpointing_chunks_padding_and_two_stage_products_change_no_gradient(monkeypatch):
@@ -155,14 +161,20 @@ def test_loads_openais_layout_and_names_what_does_not_fit(tmp_path):
 
     loaded = load(weights)
     assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), model.parameters(), strict=True))
-    with pytest.raises(UserError, match=r"Missing key.*\"transformer\.h\.1\.mlp\.c_fc\.bias\""):
+    problem = r": 1 tensor of another model \(transformer\."
+    with pytest.raises(UserError, match=problem + r"h\.1\.mlp\.c_fc\.bias is missing, \(128,\) in the recipe's model"):
         load({k: v for k, v in weights.items() if k != "h.1.mlp.c_fc.bias"})
-    with pytest.raises(UserError, match=r"Unexpected key.*\"transformer\.h\.7\.ln_1\.bias\""):
+    with pytest.raises(UserError, match=problem + r"h\.7\.ln_1\.bias is \(32,\), missing in the recipe's model"):
         load(weights | {"h.7.ln_1.bias": torch.zeros(32)})
-    with pytest.raises(UserError, match=r"size mismatch for transformer\.ln_f\.bias: .*\[33\].*\[32\]"):
+    with pytest.raises(UserError, match=problem + r"ln_f\.bias is \(33,\), \(32,\) in the recipe's model"):
         load(weights | {"ln_f.bias": torch.zeros(33)})
+    assert torch.equal(load(weights | {"lm_head.weight": weights["wte.weight"].clone()}).head_weight, model.head_weight)
+    with pytest.raises(UserError, match=r"its lm_head\.weight is not its embedding"):
+        load(weights | {"lm_head.weight": weights["wte.weight"] + 1})
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
-    with pytest.raises(UserError, match=r"no model\.safetensors; pytorch_model\.bin and the like are pickles"):
+    with pytest.raises(
+        UserError, match=r"no model\.safetensors; pytorch_model\.bin, ckpt\.pt and the like are pickles"
+    ):
         own_model(tmp_path)
     with pytest.raises(UserError, match=r"nowhere/config\.json cannot be read"):
         own_model(tmp_path / "nowhere")
