@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, takewhile
 from pathlib import Path
 from typing import BinaryIO
 
@@ -60,24 +60,19 @@ class Column:
         separators = {GPT2Tokenizer.end_of_text_token, tokenizer.end_of_text_token}
         self._separator, self._longest = re.compile("|".join(map(re.escape, separators))), max(map(len, separators))
 
-    def pieces(self, row: dict, location: str) -> Iterable[Content]:
-        """The pieces of a row's document; null is an empty document. `location` is where the row is, for errors. Raises
-        UserError if the column is missing, or holds neither text nor ids of the tokenizer."""
-        value = self._value(row, location)
-        return in_pieces(value) if isinstance(value, str) else [value] if len(value) else []
-
-    def separated(self, row: dict, location: str) -> Iterator[tuple[int, Content]]:
-        """Like `pieces`, for a row of a local file, which end-of-texts split into documents: (index of the piece in its
-        document, piece) pairs."""
+    def pieces(self, row: dict, location: str, *, separated: bool) -> Iterator[tuple[int, Content]]:
+        """(index in its document, piece) of the pieces of a row, which is one document unless end-of-texts in it have
+        `separated` several; null is an empty one. `location` is where the row is, for errors. Raises UserError if the
+        column is missing, or holds neither text nor ids of the tokenizer."""
         value = self._value(row, location)
         if isinstance(value, str):
-            for document in self._separator.split(value):
+            for document in self._separator.split(value) if separated else [value]:
                 yield from enumerate(in_pieces(document))
         elif len(value):
             yield 0, value
 
     def separated_text(self, chunks: Iterable[str]) -> Iterator[tuple[int, str]]:
-        """Like `separated`, for a text that is given in chunks."""
+        """Like `pieces`, of a text that is given in chunks, whose end-of-texts separate documents."""
         index, text = 0, ""
         for chunk in chunks:
             *documents, text = self._separator.split(text + chunk)
@@ -196,12 +191,8 @@ class TextFiles:
 
     def has_documents(self, count: int) -> bool:
         """Whether there are `count` files, or else `count` documents in about the first 2^30 bytes."""
-        for piece in self.pieces() if len(self.paths) < count else ():
-            if piece.document + 1 == count:
-                return True
-            if self.position > 1 << 30:
-                return False
-        return len(self.paths) >= count
+        first_pieces = takewhile(lambda _: self.position <= 1 << 30, self.pieces())
+        return len(self.paths) >= count or any(piece.document + 1 == count for piece in first_pieces)
 
     def pieces(self, stream: dict | None = None) -> Iterator[Piece]:
         """Yields all documents in order, or those from an earlier piece's `stream` on; its state is a file number."""
@@ -229,7 +220,7 @@ class TextFiles:
                     rows += len(batch)
                     self.position = start + path.stat().st_size * rows // file.metadata.num_rows
                     for row in batch.to_pylist():
-                        yield from self.column.separated(row, str(path))
+                        yield from self.column.pieces(row, str(path), separated=True)
             return
         with path.open("rb") as packed_file:
             raw = io.BufferedReader(pa.input_stream(packed_file, PACKED.get(path.suffix.lower())), 1 << 20)
@@ -252,7 +243,7 @@ class TextFiles:
                 if number > 1 and self.column.name not in row:  # as in logs that omit what is empty
                     n_without += 1
                     continue
-                yield from self.column.separated(row, f"{path}, {location}")
+                yield from self.column.pieces(row, f"{path}, {location}", separated=True)
             if n_without:
                 logger.warning("data       %s: %s of %s rows have no %r", path, n_without, number, self.column.name)
 
