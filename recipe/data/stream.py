@@ -45,14 +45,12 @@ class BuilderProcess:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "recipe.data.builder"],
             stdin=subprocess.PIPE,
+            text=True,
             env=os.environ | no_progress_bars | {"PYTHONPATH": python_path},
             start_new_session=True,  # Ctrl-C signals the terminal's process group; only the trainer handles it
         )
         job = {"data": dataclasses.asdict(data), "readers": readers, "commit": commit, "saved_manifest": saved_manifest}
-        assert self.process.stdin
-        self._stdin = self.process.stdin
-        self._stdin.write(json.dumps(job).encode() + b"\n")
-        self._stdin.flush()
+        print(json.dumps(job), file=self.process.stdin, flush=True)
         threading.Thread(target=self._watch, name="builder", daemon=True).start()
 
     def _watch(self) -> None:
@@ -65,8 +63,7 @@ class BuilderProcess:
         """Kills the builder; the next one makes the unfinished shard again."""
         self._closing = True
         self.process.kill()
-        self.process.wait()
-        self._stdin.close()
+        self.process.communicate()  # closes its standard input, and waits
         self._lock.close()
 
 
