@@ -19,6 +19,7 @@ REPO_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)  # ORG/NAME on th
 LOCK = ".preparing.lock"  # in a directory in which shards are made
 _OUTPUT_MARKERS = {LOCK, "metrics.jsonl"}  # files of a directory of shards made here, and of a run
 _HUB_METADATA = {"readme.md", "dataset_infos.json", "dataset_info.json"}  # a data set's description
+DATA_NAMES = f"text or .bin files, a directory or a quoted glob, ORG/NAME on the Hub, or one of {', '.join(DATASETS)}"
 # The fields that decide the content of the shards of a text.
 SHARD_FIELDS = (
     *("dataset_config", "dataset_split", "dataset_revision", "text_column", "tokenizer"),
@@ -138,9 +139,7 @@ def unknown_data(name: str, field: str = "dataset_name") -> UserError:
         way_out = f"give {', '.join(TEXT_SUFFIXES)} (also {', '.join(PACKED)}) or .bin files; a quoted glob, as in "
         way_out += f"'{name.rstrip('/')}/*', reads files of any suffix as text"
     else:
-        problem = "no such file, directory or data set"
-        names = ", ".join(DATASETS)
-        way_out = f"give text or .bin files, a directory or a quoted glob, ORG/NAME on the Hub, or one of {names}"
+        problem, way_out = "no such file, directory or data set", f"give {DATA_NAMES}"
     return UserError(f"{field} {name}: {problem}\n{way_out}")
 
 

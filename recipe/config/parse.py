@@ -10,10 +10,9 @@ from pathlib import Path
 
 import yaml
 
-from recipe.config.catalog import REPO_NAME, SHARD_FIELDS, is_on_hub, is_text
+from recipe.config.catalog import DATA_NAMES, REPO_NAME, SHARD_FIELDS, is_on_hub, is_text
 from recipe.config.fields import (
     DATA_SET_FIELDS,
-    DATASETS,
     DEFAULT_RECIPE,
     DEFAULTS,
     FIELDS,
@@ -223,11 +222,7 @@ def check(config: Config) -> None:
 
 def _check_data(data: DataConfig) -> None:
     if not data.dataset_name:
-        names = ", ".join(DATASETS)
-        raise UserError(
-            "dataset_name is empty; give text or .bin files, a directory or a quoted glob, ORG/NAME on the Hub, or "
-            f"one of {names}"
-        )
+        raise UserError(f"dataset_name is empty; give {DATA_NAMES}")
     if data.dataset_source:
         check_repo_name(data.dataset_source, "dataset_source")
         if data.train_text:
