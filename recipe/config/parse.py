@@ -53,12 +53,10 @@ def parse_config(argv: list[str] | None = None) -> Config:
     values["output_dir"] = values.get("output_dir") or f"runs/{values['run_name']}"
 
     values.setdefault("deterministic", values.get("push_to_hub") == "state")  # for an audit that is exact to the bit
-
-    def values_of(part: type[ModelConfig | DataConfig | OptimizerConfig | RunConfig]) -> dict:
-        return {field.name: values[field.name] for field in fields(part) if field.name in values}
-
-    model, optimizer = ModelConfig(**values_of(ModelConfig)), OptimizerConfig(**values_of(OptimizerConfig))
-    config = Config(model, data_config(values_of(DataConfig)), optimizer, RunConfig(**values_of(RunConfig)))
+    model, data, optimizer, run = (
+        {field.name: values[field.name] for field in fields(part) if field.name in values} for part in PARTS.values()
+    )
+    config = Config(ModelConfig(**model), data_config(data), OptimizerConfig(**optimizer), RunConfig(**run))
     check(config)
     if not (config.data.mixture or config.data.train_text):
         shards = config.data.dataset_name
