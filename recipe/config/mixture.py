@@ -36,20 +36,18 @@ def data_config(values: dict) -> DataConfig:
         if getattr(run, name) != DEFAULTS[name]:
             raise UserError(f"{name} applies to one data set, but dataset_name is a list; move it into an entry")
     entries = [_entry(entry, f"dataset_name, entry {number}", run) for number, entry in enumerate(dataset_name, 1)]
-    counts = counts_of([weight for weight, _ in entries])
-    for (weight, data), count in zip(entries, counts, strict=True):
+    total = sum(weight for weight, _ in entries)
+    mixture: dict[Path, MixtureEntry] = {}
+    for (weight, data), count in zip(entries, counts_of([weight for weight, _ in entries]), strict=True):
         if weight and not count:  # none of its text would be read
             raise UserError(
                 f"dataset_name gives {data.train_text or data.dataset_name} less than one of {MIXTURE_PERIOD:,} "
-                f"sequences; raise its weight {weight:g} above "
-                f"{sum(weight for weight, _ in entries) / MIXTURE_PERIOD:g}, or make it 0"
+                f"sequences; raise its weight {weight:g} above {total / MIXTURE_PERIOD:g}, or make it 0"
             )
-    mixture: dict[Path, MixtureEntry] = {}
-    for number, ((_, data), count) in enumerate(zip(entries, counts, strict=True), 1):
         directory, name = Path(data.dataset_name).resolve(), short_name(data.dataset_name)
         if directory in mixture:
             raise UserError(f"dataset_name lists {data.dataset_name} twice; remove one of the two")
-        unique_name = f"{name}-{number}" if name in [entry.name for entry in mixture.values()] else name
+        unique_name = f"{name}-{len(mixture) + 1}" if name in [entry.name for entry in mixture.values()] else name
         mixture[directory] = MixtureEntry(unique_name, count, data)
     return entries[0][1] if len(entries) == 1 else dataclasses.replace(run, mixture=tuple(mixture.values()))
 
