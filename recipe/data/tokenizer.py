@@ -11,7 +11,7 @@ import copy
 import hashlib
 import json
 from collections.abc import Iterable
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,7 +29,6 @@ GPT2 = "gpt2"
 MOST_TOKENS = 1 << 16  # largest vocabulary whose ids fit into uint16
 END_OF_TEXT = 50256
 VOCAB_SIZE = 50257
-CONTEXT_LENGTH = 1024
 
 _FILES = Path(__file__).parent / "gpt2_bpe"
 # OpenAI's pattern (encoder.py of the gpt2 release), with the possessive quantifiers of tiktoken: same pieces.
@@ -65,13 +64,13 @@ def encode(text: str) -> np.ndarray:
         return np.array(tokenizer.encode(text).ids, np.uint16)
 
 
-def hf_tokenizer(max_length: int = CONTEXT_LENGTH) -> tokenization_gpt2.GPT2Tokenizer:
-    """The same tokenizer for transformers, built offline; it warns about texts of more than `max_length` tokens. Unlike
-    `encode` it parses a literal "<|endoftext|>", which is also its padding token: GPT-2 has no other special token."""
+def hf_tokenizer() -> tokenization_gpt2.GPT2Tokenizer:
+    """The same tokenizer for transformers, built offline. Unlike `encode` it parses a literal "<|endoftext|>", which is
+    also its padding token: GPT-2 has no other special token."""
     from transformers.models.gpt2 import tokenization_gpt2  # takes seconds to import; making shards does not need it
 
     vocab, merges = str(_FILES / "encoder.json"), str(_FILES / "vocab.bpe")
-    return tokenization_gpt2.GPT2Tokenizer(vocab, merges, model_max_length=max_length, pad_token="<|endoftext|>")
+    return tokenization_gpt2.GPT2Tokenizer(vocab, merges, model_max_length=1024, pad_token="<|endoftext|>")
 
 
 class GPT2Tokenizer:
@@ -87,6 +86,10 @@ class GPT2Tokenizer:
     vocab_size = VOCAB_SIZE
     end_of_text, end_of_text_token = END_OF_TEXT, "<|endoftext|>"
 
+    @cached_property
+    def _tokenizer(self) -> PreTrainedTokenizerFast:
+        return hf_tokenizer()
+
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         """The tokens of each text, (tokens,), uint16. What looks like a special token is ordinary text."""
         return [encode(text) for text in texts]
@@ -97,11 +100,15 @@ class GPT2Tokenizer:
 
     def vocabulary(self) -> dict[str, int]:
         """{token in byte-level BPE's alphabet: id}, with the added tokens."""
-        return hf_tokenizer().get_vocab()
+        return self._tokenizer.get_vocab()
 
     def save(self, directory: Path, max_length: int) -> None:
-        """Writes the files that `AutoTokenizer.from_pretrained(directory)` loads, for `max_length` positions."""
-        hf_tokenizer(max_length).save_pretrained(directory)
+        """Writes the files that `AutoTokenizer.from_pretrained(directory)` loads, for `max_length` positions. Without a
+        padding token of its own, end-of-text becomes that."""
+        tokenizer = copy.deepcopy(self._tokenizer)
+        tokenizer.model_max_length = max_length
+        tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+        tokenizer.save_pretrained(directory)
 
 
 class OwnTokenizer(GPT2Tokenizer):
@@ -127,17 +134,6 @@ class OwnTokenizer(GPT2Tokenizer):
     def decode(self, ids: list[int]) -> bytes:
         """Like GPT2Tokenizer's; incomplete characters become U+FFFD."""
         return self._bpe.decode(ids, skip_special_tokens=False).encode()
-
-    def vocabulary(self) -> dict[str, int]:
-        """Like GPT2Tokenizer's."""
-        return self._tokenizer.get_vocab()
-
-    def save(self, directory: Path, max_length: int) -> None:
-        """Like GPT2Tokenizer's. Without a padding token of its own, end-of-text becomes that."""
-        tokenizer = copy.deepcopy(self._tokenizer)
-        tokenizer.model_max_length = max_length
-        tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-        tokenizer.save_pretrained(directory)
 
 
 def _digest(tokenizer_json: str, end_of_text: int) -> str:
