@@ -28,8 +28,6 @@ MANIFEST = "manifest.json"
 _SAMPLE_SIZE = 1 << 20  # tokens to inspect if no manifest names the tokenizer
 _MIN_SAMPLE = 100_000  # tokens to judge by their maximum: every 1,000 of tiny Shakespeare have one above 48,000
 FORMAT_VERSION = 1
-
-_PREPARE_COMMAND = "python -m recipe.data.prepare --dataset_name TEXT"
 _RETRY_HINT = "fix that; the same command continues after the last finished shard"
 
 
@@ -150,11 +148,8 @@ class Manifest:
             if not path.exists():
                 return None
             manifest = cls(**json.loads(path.read_bytes()))
-        if manifest.format_version != FORMAT_VERSION:
-            raise UserError(
-                f"{path}: format {manifest.format_version}; expected {FORMAT_VERSION}; delete {directory} and prepare "
-                "again"
-            )
+            if manifest.format_version != FORMAT_VERSION:
+                raise ValueError(f"format {manifest.format_version}; expected {FORMAT_VERSION}")
         return manifest
 
     @property
@@ -229,8 +224,9 @@ def _files_of(name: str, split: str) -> list[Path]:
         raise unknown_data(name, "dataset_name" if split == "train" else "val_data")
     matches = [path for path in files if split in path.name or not directory.is_dir()]
     if not matches:
-        text = next((f"{directory}/*{path.suffix}" for path in text_files(name)[0]), "")
-        way_out = f"to use its text alone, name '{text}'" if text else f"prepare the text: {_PREPARE_COMMAND}"
+        way_out = "prepare the text: python -m recipe.data.prepare --dataset_name TEXT"
+        if texts := text_files(name)[0]:
+            way_out = f"to use its text alone, name '{directory}/*{texts[0].suffix}'"
         way_out += "; or name validation files in val_data" if split == "val" else ""
         raise UserError(f"{name}: holds {files[0].name}, but no manifest.json and no *{split}*.bin; {way_out}")
     return matches
