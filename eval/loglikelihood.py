@@ -11,7 +11,6 @@ Shapes: N rows, T positions, M scored tokens, D width, V vocabulary.
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 import numpy as np
 import torch
@@ -106,17 +105,14 @@ def _row(requests: Sequence[Request]) -> Row:
     # Encoding context and ending as one text may change the context's last tokens.
     while any(r.tokens[:n_shared] != tokens[:n_shared] for r in requests):
         n_shared -= 1
-    parts = [tokens[:n_shared], *(r.tokens[n_shared:-1] for r in requests)]  # the last token predicts nothing
-    sizes = [len(part) for part in parts]
-    segments = np.repeat(np.arange(len(parts)), sizes)
-    shifts = np.cumsum([0, 0, *sizes[1:-1]])  # from a position to its column, by segment
-    scored = []
-    for r, shift in zip(requests, shifts[1:], strict=True):
-        positions = np.arange(len(r.tokens) - 1 - r.n_scored, len(r.tokens) - 1)  # in the request's own positions
-        columns = np.where(positions < n_shared, positions, positions + shift)
-        scored.append(np.array([columns, r.tokens[-r.n_scored :]]))
-    inputs = np.array([[*chain(*parts)], np.arange(len(segments)) - shifts[segments], segments])
-    return Row(inputs, np.concatenate(scored, 1), [r.n_scored for r in requests])
+    inputs, scored = [(token, position, 0) for position, token in enumerate(tokens[:n_shared])], []
+    for segment, r in enumerate(requests, 1):
+        shift = len(inputs) - n_shared  # from a position to its column
+        # the last token predicts nothing
+        inputs += [(token, position, segment) for position, token in enumerate(r.tokens[n_shared:-1], n_shared)]
+        for position in range(len(r.tokens) - 1 - r.n_scored, len(r.tokens) - 1):
+            scored.append((position if position < n_shared else position + shift, r.tokens[position + 1]))
+    return Row(np.array(inputs).T, np.array(scored).T, [r.n_scored for r in requests])
 
 
 def score_rows(model: LanguageModel, rows: Sequence[Row]) -> list[float]:
