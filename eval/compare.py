@@ -52,7 +52,7 @@ def validation(args: argparse.Namespace, model: common.Loaded, other: common.Loa
         print(f"note: no validation loss: {error}")
         return []
     losses = [perplexity.window_losses(loaded, windows, args.batch_size, "validation") for loaded in (model, other)]
-    return [compare_means("validation loss, nats per token", *(np.array(losses) / (len(windows[0]) - 1)))]
+    return [compare_means("validation loss, nats per token", *(np.array(losses) / (windows.shape[1] - 1)))]
 
 
 def table(rows: list[dict], name: str, other_name: str) -> str:

@@ -2,6 +2,8 @@
 
 Windows are cut as in the trainer's validation: T + 1 tokens at stride T, in order, never across shards. Without --data
 they are exactly the training run's, and the loss equals the trainer's.
+
+Shapes: N windows, T sequence_length, V vocabulary.
 """
 
 import argparse
@@ -9,7 +11,6 @@ import glob
 import json
 import math
 import os
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -54,24 +55,22 @@ def val_shards(data: str) -> dict[Path, str]:
     return digests
 
 
-def shard_windows(data: str, sequence_length: int) -> tuple[list[np.ndarray], dict[str, str]]:
-    """Windows (T + 1,) of the shards of `val_shards`, and the first 12 digits of each file's SHA-256."""
-    windows, digests = [], val_shards(data)
-    for path in digests:
-        shard = ShardReader(path)
-        windows += [*shard.runs(np.arange(0, len(shard) - sequence_length, sequence_length), sequence_length + 1)]
-    if not windows:
+def shard_windows(data: str, sequence_length: int) -> tuple[np.ndarray, dict[str, str]]:
+    """The windows of the shards of `val_shards`, (N, T + 1), uint16, and the first 12 digits of each file's SHA-256."""
+    digests, T = val_shards(data), sequence_length
+    windows = np.concatenate([s.runs(np.arange(0, len(s) - T, T), T + 1) for s in map(ShardReader, digests)])
+    if not len(windows):
         raise common.UserError(f"--data {data}: no shard has {sequence_length + 1:,} tokens. Lower --sequence_length")
     return windows, {path.name: digest[:12] for path, digest in digests.items()}
 
 
-def check_tokens(data: str, loaded: common.Loaded, windows: list[np.ndarray]) -> None:
+def check_tokens(data: str, loaded: common.Loaded, windows: np.ndarray) -> None:
     """Raises UserError if the shards' vocabulary is not the model's, by their manifest (if any) and largest token.
     Prints a note if the manifest and the checkpoint name different tokenizers."""
     tokenizer, model_digest = loaded.tokenizer, common.trainer_config(loaded.directory, "tokenizer").get("digest")
     manifest = read_manifest(data)
     shard_vocab, shard_digest = manifest.get("vocab_size"), manifest.get("tokenizer")
-    vocab_size, largest = max(tokenizer.get_vocab().values()) + 1, max(int(window.max()) for window in windows)
+    vocab_size, largest = max(tokenizer.get_vocab().values()) + 1, int(windows.max())
     n_added = len(tokenizer.added_tokens_decoder)
     if largest >= vocab_size or (shard_vocab and not 0 <= vocab_size - shard_vocab <= n_added):
         raise common.UserError(
@@ -105,13 +104,13 @@ def byte_lengths(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
     return lengths
 
 
-def window_losses(loaded: common.Loaded, windows: Sequence[np.ndarray], batch_size: int, desc: str) -> list[float]:
+def window_losses(loaded: common.Loaded, windows: np.ndarray, batch_size: int, desc: str) -> list[float]:
     """The summed negative log-likelihood of each window's tokens after the first, in nats. Takes `batch_size` windows
     at a time; with `desc`, shows a progress bar."""
     model, losses = loaded.lm, []
     batches = [windows[i : i + batch_size] for i in range(0, len(windows), batch_size)]
     for batch in progress_bar(batches, desc):
-        tokens = torch.from_numpy(np.stack(batch).astype(np.int64)).to(loaded.model.device)  # (N, T + 1)
+        tokens = torch.from_numpy(batch.astype(np.int64)).to(loaded.model.device)  # (N, T + 1)
         with torch.no_grad():
             states = model.body(tokens[:, :-1]).flatten(0, 1)  # (N * T, D)
             log_probs = token_log_probs(states, tokens[:, 1:].flatten(), model.head)  # (N * T,)
@@ -119,17 +118,16 @@ def window_losses(loaded: common.Loaded, windows: Sequence[np.ndarray], batch_si
     return losses
 
 
-def summarize(loaded: common.Loaded, windows: list[np.ndarray], losses: list[float]) -> dict:
+def summarize(loaded: common.Loaded, windows: np.ndarray, losses: list[float]) -> dict:
     """{"loss": nats per token, "perplexity", "bits_per_byte", "windows", "tokens", "bytes"} from `window_losses`."""
-    lengths, total_nats = byte_lengths(loaded.tokenizer), sum(losses)
-    tokens = sum(len(window) - 1 for window in windows)
-    n_bytes = sum(int(lengths[window[1:]].sum()) for window in windows)
+    targets, total_nats = windows[:, 1:], sum(losses)
+    tokens, n_bytes = targets.size, int(byte_lengths(loaded.tokenizer)[targets].sum())
     loss, bits = total_nats / tokens, total_nats / math.log(2) / n_bytes  # bits per byte: arXiv:2101.00027, section 3.1
     metrics = {"loss": loss, "perplexity": float(np.exp(loss)), "bits_per_byte": bits}
     return metrics | {"windows": len(windows), "tokens": tokens, "bytes": n_bytes}
 
 
-def choose_windows(args: argparse.Namespace, loaded: common.Loaded) -> tuple[list[np.ndarray], dict]:
+def choose_windows(args: argparse.Namespace, loaded: common.Loaded) -> tuple[np.ndarray, dict]:
     """The windows that the arguments select, and the fields that the result records about them. Raises UserError."""
     config = common.trainer_config(loaded.directory)
     length = args.sequence_length or config.get("sequence_length") or min(1024, loaded.n_positions)
