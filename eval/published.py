@@ -52,7 +52,7 @@ OPENAI_LOSS_SOURCE = {
 }
 
 
-_TRACK_3 = "modded-nanogpt, records/track_3_optimization"
+_TRACK = "modded-nanogpt, records/track_3_optimization"
 _MARS = "README of AGI-Arena/MARS (4831e28, March 2026)"
 _JAX = "windmaple/LLM_from_scratch.JAX (adf0ede, November 2025), 02.GPT2-pretraining"
 # Validation losses in nats per token: data, model, run, billions of tokens, loss after that many, source.
@@ -60,15 +60,8 @@ LOSSES = (
     ("FineWeb", "124M", "llm.c", "10.26", "3.2722", "KellerJordan/modded-nanogpt (f411b3d), 2024-10-13_llmc"),
     ("FineWeb", "124M", "llm.c, run by S. Emani", "10.25", "3.2731", "SiddanthEmani/GPT-2-124M-CUDA, its log"),
     ("FineWeb", "124M, RMSNorm, no biases", "AdamW", "6.44; 10", "3.2753; 3.2267", "modded-nanogpt at 93fb178, README"),
-    (
-        "FineWeb",
-        "124M, rotary, untied head",
-        "AdamW, 4,950 steps",
-        "2.6",
-        "3.2776",
-        f"{_TRACK_3}, open pull request 353",
-    ),
-    ("FineWeb", "124M, rotary, untied head", "Muon, 3,250 steps", "1.7", "3.2787", f"{_TRACK_3}, entry 36"),
+    ("FineWeb", "124M, rotary, untied head", "AdamW, 4,950 steps", "2.6", "3.2776", f"{_TRACK}, open pull request 353"),
+    ("FineWeb", "124M, rotary, untied head", "Muon, 3,250 steps", "1.7", "3.2787", f"{_TRACK}, entry 36"),
     ("FineWeb-Edu", "124M", "build-nanogpt, reproduced", "10", "3.075", "rahulmeena/build-nanogpt at a834ca8"),
     ("a validation set not named", "124M", "Kaggle TPU, FineWeb-Edu", "", "3.2754", "ducto489.github.io"),
     ("OpenWebText", "124M", "nanoGPT, about 4 days", "196; 295", "2.905; 2.85", "karpathy/nanoGPT (3adf61e), README"),
