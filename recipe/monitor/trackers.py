@@ -33,12 +33,11 @@ def check_tracker(name: str) -> None:
 def metric_names(record: dict) -> dict[str, float | str]:
     """The measured values and the sample of a metrics.jsonl record, under names that trackers group: val/... for
     evaluations, train/... for everything else, as in transformers' Trainer."""
-    values = {column: value for column, value in record.items() if isinstance(value, (int, float, str))}
-    values.pop("step", None)
     prefixes = ("val_loss", "hellaswag", "sample")  # of evaluations
     return {
         f"val/{column.removeprefix('val_')}" if column.startswith(prefixes) else f"train/{column}": value
-        for column, value in values.items()
+        for column, value in record.items()
+        if column != "step" and isinstance(value, (int, float, str))
     }
 
 
