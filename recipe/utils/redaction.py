@@ -2,6 +2,7 @@
 
 import os
 import re
+from typing import Any
 from urllib.parse import quote
 
 HIDDEN = "***"
@@ -33,14 +34,10 @@ def redact(text: str) -> str:
     return text
 
 
-def redacted(values: dict) -> dict:
-    """A copy of `values` with every string redacted, also in nested lists and dicts; keys stay as they are."""
-
-    def redacted_value(value):
-        if isinstance(value, str):
-            return redact(value)
-        if isinstance(value, dict):
-            return redacted(value)
-        return [redacted_value(item) for item in value] if isinstance(value, (list, tuple)) else value
-
-    return {key: redacted_value(value) for key, value in values.items()}
+def redacted(value: Any) -> Any:
+    """A copy of `value`, as parsed JSON, with every string in it redacted but for the keys of dicts."""
+    if isinstance(value, str):
+        return redact(value)
+    if isinstance(value, dict):
+        return {key: redacted(item) for key, item in value.items()}
+    return [redacted(item) for item in value] if isinstance(value, list | tuple) else value
