@@ -4,9 +4,6 @@ SDPA's choice of kernel, the driver, clocks and power. Writes ceiling.json.
     python -m benchmarks ceiling --config gpt2 --micro_batch_size 32
 """
 
-import statistics
-import time
-from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -27,29 +24,13 @@ FLASH, CUDNN, EFFICIENT = SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION
 KERNELS = {"chosen": [FLASH, CUDNN, EFFICIENT, SDPBackend.MATH], "flash": FLASH, "cudnn": CUDNN, "efficient": EFFICIENT}
 
 
-def seconds(work: Callable[[], object], min_seconds: float = 0.2) -> float:
-    """Seconds per call of `work` on the device: the median over groups of five calls, repeated for `min_seconds`."""
-    synchronize = torch.accelerator.synchronize if device().type != "cpu" else lambda: None
-    for _ in range(3):
-        work()
-    times, deadline = [], time.perf_counter() + min_seconds
-    while not times or time.perf_counter() < deadline:
-        synchronize()
-        start = time.perf_counter()
-        for _ in range(5):
-            work()
-        synchronize()
-        times.append((time.perf_counter() - start) / 5)
-    return statistics.median(times)
-
-
 def products(rows: int, width: int, vocab_size: int, dtype: torch.dtype) -> dict[str, float]:
     """FLOP/s of each matrix product in a forward pass, by shape."""
     shapes = [(width, 3 * width), (width, width), (width, 4 * width), (4 * width, width), (width, vocab_size)]
     speeds = {}
     for inner, outer in shapes:
         x, w = (torch.randn(n, inner, device=device(), dtype=dtype) for n in (rows, outer))
-        speeds[f"{rows} x {inner} x {outer}"] = 2 * rows * inner * outer / seconds(partial(F.linear, x, w))
+        speeds[f"{rows} x {inner} x {outer}"] = 2 * rows * inner * outer / hardware.seconds_of(partial(F.linear, x, w))
     return speeds
 
 
@@ -66,15 +47,15 @@ def attention(shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, float | s
     q, k, v = (torch.randn(shape, device=device(), dtype=dtype, requires_grad=True) for _ in "qkv")
     gradient = torch.randn(shape, device=device(), dtype=dtype)
 
-    def work() -> None:
+    def work() -> torch.Tensor:
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        torch.autograd.grad(y, (q, k, v), gradient)
+        return torch.autograd.grad(y, (q, k, v), gradient)[0]
 
     times: dict[str, float | str] = {}
     for name, backend in KERNELS.items():
         try:
             with sdpa_kernel(backend):
-                times[name] = 1e3 * seconds(work)
+                times[name] = 1e3 * hardware.seconds_of(work)
         except RuntimeError as error:
             times[name] = str(error).partition("\n")[0]
     with torch.profiler.profile(acc_events=True) as profiler, suppress(RuntimeError):
@@ -101,7 +82,7 @@ def main(argv: list[str]) -> int:
         results["flops"] = products(B * length, m.n_embd, vocab_size, dtype)
         if device().type == "cuda":
             results["busy"] = smi_under_load(B * length, m.n_embd, vocab_size, dtype)
-        results["copied_bytes_per_second"] = 2 * buffer.nbytes / seconds(buffer.clone)
+        results["copied_bytes_per_second"] = 2 * buffer.nbytes / hardware.seconds_of(buffer.clone)
     results["attention_ms"] = attention((B, m.n_head, length, m.n_embd // m.n_head), dtype)
     report.write(results, Path(arguments.out) / "ceiling.json")
     for name, value in results.items():

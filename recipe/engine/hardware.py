@@ -176,7 +176,7 @@ def seconds_of(function: Callable[[], torch.Tensor]) -> float:
         start = time.perf_counter()
         for _ in range(calls):
             result = function()
-        result.view(-1)[0].item()  # waits for any device
+        result[(0,) * result.ndim].item()  # waits for any device
         seconds.append((time.perf_counter() - start) / calls)
     return statistics.median(seconds[1:])
 
