@@ -5,6 +5,7 @@ CPU of each operator, and the time of a step without the profiler. Writes kernel
 """
 
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -13,7 +14,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import peer, report
-from benchmarks.ceiling import SMI
 from benchmarks.runs import FIELDS, device, shards
 from recipe import train
 from recipe.config import parse_config
@@ -59,45 +59,41 @@ def profiled(sizes: dict, flags: list[str], peer_kind: str, seconds: float) -> d
     """Takes steps for so many seconds, then profiles some. Raises UserError if the run fails.
 
     Returns `kernels`, (name, launches, milliseconds) of each in a step, the slowest first; `step_ms`, a step's time
-    before they are profiled, `profiled_step_ms` meanwhile; and `smi`, what nvidia-smi says amid the former, since a
-    device may lower its clock under load.
+    before they are profiled, and `profiled_step_ms` meanwhile.
     """
     on_cpu = device().type == "cpu"
     activity = ProfilerActivity.CPU if on_cpu else ProfilerActivity.CUDA
     profiler, results = profile(activities=[activity], acc_events=True), {}
-    steps_taken, profiled_from, start = 0, 0, 0.0
 
-    def elapsed_ms() -> float:
+    def clock() -> float:
         if not on_cpu:
             torch.cuda.synchronize()
-        return 1e3 * (time.perf_counter() - start)
+        return time.perf_counter()
 
-    def after_step(*_) -> None:
-        nonlocal steps_taken, profiled_from, start
-        steps_taken += 1
-        steps_timed = steps_taken - WARMUP_STEPS
-        if steps_timed == 0:
-            elapsed_ms()
-            start = time.perf_counter()
-        elif steps_timed > 0 and not profiled_from:
-            busy = steps_taken % LOGGING_STEPS == LOGGING_STEPS - 1  # several steps are queued
-            if busy and "smi" not in results and time.perf_counter() > start + seconds / 2:
-                results["smi"] = hardware.nvidia_smi(*SMI)
-            if time.perf_counter() > start + seconds:
-                results["step_ms"] = elapsed_ms() / steps_timed
-                profiler.start()
-                profiled_from, start = steps_taken, time.perf_counter()
-        elif profiled_from and steps_taken == profiled_from + PROFILED_STEPS:
-            results["profiled_step_ms"] = elapsed_ms() / PROFILED_STEPS
-            profiler.stop()
-            raise Enough
+    def measurements() -> Iterator[None]:
+        """Continues after each step."""
+        for _ in range(WARMUP_STEPS - 1):
+            yield
+        start, steps = clock(), 0
+        while not steps or time.perf_counter() <= start + seconds:
+            yield
+            steps += 1
+        results["step_ms"] = 1e3 * (clock() - start) / steps
+        profiler.start()
+        start = time.perf_counter()
+        for _ in range(PROFILED_STEPS):
+            yield
+        results["profiled_step_ms"] = 1e3 * (clock() - start) / PROFILED_STEPS
+        profiler.stop()
+        raise Enough
 
+    after_step = measurements()
     with shards() as directory:
         fields = FIELDS | sizes | {"dataset_name": directory / "shards", "output_dir": directory / "run"}
         fields |= {"logging_steps": LOGGING_STEPS}
         train_args = [*(f"--{name}={value}" for name, value in fields.items()), *flags]
         train_args.append(f"--precision={sizes['precision']}")  # after --precision=auto among the flags
-        hook = register_optimizer_step_post_hook(after_step)
+        hook = register_optimizer_step_post_hook(lambda *_: next(after_step))
         try:
             with suppress(Enough):
                 if peer_kind:
