@@ -15,6 +15,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 import subprocess
 import sys
 import tempfile
@@ -109,18 +110,9 @@ def held_out(runs_by_text: list[list[dict]]) -> dict[str, dict]:
 
 
 def text_of(result: dict) -> str:
-    """JSON with a line for each run, and for each entry of the other parts."""
-    parts = []
-    for name, part in result.items():
-        if isinstance(part, list):
-            lines = ",\n  ".join(map(json.dumps, part))
-            parts.append(f' "{name}": [\n  {lines}\n ]')
-        elif isinstance(part, dict):
-            lines = ",\n  ".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in part.items())
-            parts.append(f' "{name}": {{\n  {lines}\n }}')
-        else:
-            parts.append(f' "{name}": {json.dumps(part)}')
-    return "{\n" + ",\n".join(parts) + "\n}\n"
+    """JSON with a line for each run, and for each entry of the other parts: what is nested deeper is joined."""
+    text = re.sub(r"(?<=[\[{])\n {3,}|\n {2,}(?=[\]}])", "", json.dumps(result, indent=1))
+    return re.sub(r"\n {3,}", " ", text) + "\n"
 
 
 def main(argv: list[str]) -> int:
