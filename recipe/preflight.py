@@ -90,9 +90,7 @@ def main(argv: list[str] | None = None) -> int:
     torch.manual_seed(0)  # or how far rounding takes a kernel would vary from call to call
     try:
         for check in (devices, sum_, products, attention, loss, muon, disk):
-            passed = report.check(check.__name__.rstrip("_"), check, config, strategy)
-            if check is sum_ and not passed:  # processes that disagree would wait for each other for ever
-                return report.close()
+            report.check(check.__name__.rstrip("_"), check, config, strategy)
         run_precision = strategy.device.precision
         devices_in_all = strategy.device.count * strategy.runtime.processes.world_size
         compile_fields = {name: getattr(config.run, name) for name in ("torch_compile", "torch_compile_mode")}
@@ -159,8 +157,8 @@ class Report:
             if signal.getsignal(number) != signal.SIG_IGN:  # nohup
                 signal.signal(number, lambda number, _: self._exit(128 + number))
 
-    def check(self, name: str, function: Callable[..., Finding | None], *arguments, limit_s: float = LIMIT_S) -> bool:
-        """Prints what the function finds, and returns whether there is no problem. A collective call."""
+    def check(self, name: str, function: Callable[..., Finding | None], *arguments, limit_s: float = LIMIT_S) -> None:
+        """Prints what the function finds. Its error ends the command. A collective call."""
         timer = threading.Timer(limit_s, self._end, (name, f"it hangs: not finished after {limit_s} s"))
         timer.daemon = True
         timer.start()
@@ -171,23 +169,20 @@ class Report:
         timer.cancel()
         if finding and self._processes.is_main:
             self._print(name, *finding)
-        return not (finding and finding[1])
 
     def _print(self, name: str, measured: str, problem: str) -> None:
         problem = redact(problem)  # an address in an error may contain a token
-        print(
-            f"{'WRONG' if problem else 'ok':<6} {name:<11} {'; '.join(filter(None, (measured, problem)))}", flush=True
-        )
+        text = "; ".join(filter(None, (measured, problem)))
+        print(f"{'WRONG' if problem else 'ok':<6} {name:<11} {text}", flush=True)
         self._lines.append({"check": name, "found": measured, "wrong": problem})
 
     def _end(self, name: str, problem: str) -> NoReturn:
         """Ends this process, and thereby all: the launcher ends the others."""
-        if self._processes.is_main:
-            self._print(name, "", problem)
-            self.close()
-        else:
+        if not self._processes.is_main:
             time.sleep(EXIT_GRACE_S)  # in which the main process ends this one, if it has failed too
-            print(f"process {self._processes.rank}: {redact(problem)}", flush=True)
+            name = f"{name} of process {self._processes.rank}"
+        self._print(name, "", problem)
+        self.close()
         self._exit(1)
 
     def _exit(self, code: int) -> NoReturn:
@@ -342,19 +337,20 @@ def devices(config: Config, strategy: Strategy) -> Finding:
 
 
 def sum_(config: Config, strategy: Strategy) -> Finding | None:
-    """Whether all processes get the right sum, and how fast: an all-reduce of 64 MB."""
+    """Whether all processes get the right sum, and how fast: an all-reduce of 64 MB. Raises UserError on all if one
+    does not: processes that disagree would wait for each other for ever."""
     processes, n = strategy.runtime.processes, strategy.runtime.processes.world_size
     if n == 1:
         return None
     numbers = torch.arange(2**24, device=strategy.device.torch_device, dtype=torch.float32) % 1024  # sums are exact
     total = processes.sum(numbers * (processes.rank + 1))
     correct = gathered(strategy, bool(torch.equal(total, numbers * (n * (n + 1) // 2))))
+    if ranks := ", ".join(str(rank) for rank, is_correct in enumerate(correct) if not is_correct):
+        raise UserError(f"wrong on process {ranks}: its link or its memory is broken")
     rate = 2 * (n - 1) / n * numbers.nbytes / hardware.seconds_of(partial(processes.sum, numbers))
     link = next((link for name, link in LINKS.items() if name in strategy.device.name), None)
     reference = f" (NVLink: {si(link)}B/s)" if link and processes.nodes == 1 else ""
-    ranks = ", ".join(str(rank) for rank, is_correct in enumerate(correct) if not is_correct)
-    problem = f"wrong on process {ranks}: its link or its memory is broken" if ranks else ""
-    return f"over {n} processes, {si(rate)}B/s{reference}", problem
+    return f"over {n} processes, {si(rate)}B/s{reference}", ""
 
 
 def products(config: Config, strategy: Strategy) -> Finding:
