@@ -91,23 +91,21 @@ def main(argv: list[str] | None = None) -> int:
     try:
         for check in (devices, sum_, products, attention, loss, muon, disk):
             report.check(check.__name__.rstrip("_"), check, config, strategy)
+        compile_fields = {name: getattr(config.run, name) for name in ("torch_compile", "torch_compile_mode")}
         run_precision = strategy.device.precision
         devices_in_all = strategy.device.count * strategy.runtime.processes.world_size
-        compile_fields = {name: getattr(config.run, name) for name in ("torch_compile", "torch_compile_mode")}
-        precisions = dict.fromkeys(("fp32", run_precision))
         if SEQUENCES % devices_in_all:
             not_tried = f"not tried: its {SEQUENCES} sequences do not divide by {devices_in_all} devices", ""
             report.check("golden run", lambda: not_tried)
-            precisions = {}
-        for precision in precisions:
-            fields = compile_fields if precision == run_precision else {}
-            for optim in strategy.runtime.optimizers or ("adamw", "muon"):
-                name = f"{optim} {precision}"
-                report.check(name, follows_golden, report.directory, optim, report.reopened(precision), fields)
-        if precisions:
-            report.check("resume", resumes, report.directory, report.reopened(run_precision), compile_fields)
-        trial_arguments = config, argv, report.directory, report.reopened(run_precision)
-        report.check("trial", trial, *trial_arguments, limit_s=TRIAL_LIMIT_S)
+        else:
+            for precision in dict.fromkeys(("fp32", run_precision)):
+                strategy = report.reopened(precision)
+                fields = compile_fields if precision == run_precision else {}
+                for optim in strategy.runtime.optimizers or ("adamw", "muon"):
+                    report.check(f"{optim} {precision}", follows_golden, report.directory, optim, strategy, fields)
+            report.check("resume", resumes, report.directory, strategy, compile_fields)
+        strategy = report.reopened(run_precision)
+        report.check("trial", trial, config, argv, report.directory, strategy, limit_s=TRIAL_LIMIT_S)
         strategy.runtime.close()
         return report.close()
     finally:
@@ -120,8 +118,8 @@ class Report:
 
     def __init__(self, config: Config, strategy: Strategy, environment: dict[str, str]):
         """`environment` is that of the process before the strategy was opened."""
-        self._environment, self._deterministic = environment, config.run.deterministic
-        device, self._processes, self._started = strategy.device, strategy.runtime.processes, time.monotonic()
+        self._environment, self._processes, self._started = environment, strategy.runtime.processes, time.monotonic()
+        device = strategy.device
         self._facts = {
             "date": date.today().isoformat(),
             "config": config.run.config,
@@ -147,8 +145,7 @@ class Report:
     def reopened(self, precision: str) -> Strategy:
         """A strategy in this precision, as if the process had just been launched. A collective call."""
         os.environ |= self._environment  # FSDP and DeepSpeed remove some of it
-        torch.compiler.reset()  # what earlier runs have compiled counts towards a limit
-        strategy = open_strategy(precision, deterministic=self._deterministic)
+        strategy = open_strategy(precision)  # which stays deterministic
         self._exit_on_signals()
         return strategy
 
@@ -162,6 +159,7 @@ class Report:
         timer = threading.Timer(limit_s, self._end, (name, f"it hangs: not finished after {limit_s} s"))
         timer.daemon = True
         timer.start()
+        torch.compiler.reset()  # what earlier checks have compiled counts towards a limit
         try:
             finding = function(*arguments)
         except Exception as error:  # perhaps on this process only: the others may wait for it for ever
