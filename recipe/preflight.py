@@ -8,6 +8,7 @@ is well, with 2 if the command is wrong, else with 1. A check that hangs, or tha
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -19,7 +20,7 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import date
 from functools import partial
 from glob import glob
@@ -38,10 +39,11 @@ import torch.nn.functional as F
 from recipe.checkpoint.format import checkpoint_path
 from recipe.checkpoint.provenance import versions
 from recipe.components import with_vocabulary
-from recipe.config import ROOT, Config, batch_arithmetic, parse_config
+from recipe.config import ROOT, Config, DataConfig, batch_arithmetic, parse_config
+from recipe.data.survey import SHIPPED_TEXT
 from recipe.engine import hardware
 from recipe.engine.factory import open_strategy
-from recipe.engine.launch import EXIT_GRACE_S, fail, max_restarts
+from recipe.engine.launch import EXIT_GRACE_S, fail
 from recipe.engine.strategy import Strategy
 from recipe.estimate.fused_loss import fused_loss
 from recipe.estimate.memory import checkpoint_bytes, checkpoint_count, step_memory
@@ -59,6 +61,7 @@ from recipe.utils.units import duration, gb, si
 
 RESULT = Path("runs/preflight.json")
 LIMIT_S = 180  # of a check: one that takes longer hangs
+TRIAL_S = 108  # after which the trial takes no further step
 TRIAL_LIMIT_S = 900  # of the trial, which compiles the recipe's model and perhaps tunes each of its kernels
 # Twenty steps of a tiny model on the text that ships: their fields, and their losses on a CPU in fp32, by optimizer.
 # tests/test_train.py holds every change to them.
@@ -77,7 +80,7 @@ Finding = tuple[str, str]  # what a check has measured, and the problem with it,
 
 def main(argv: list[str] | None = None) -> int:
     """Runs all checks and returns the exit code."""
-    argv, environment = sys.argv[1:] if argv is None else argv, dict(os.environ)
+    environment = dict(os.environ)
     try:
         config = parse_config(argv)
         strategy = open_strategy(config.run.precision, deterministic=config.run.deterministic)
@@ -105,7 +108,7 @@ def main(argv: list[str] | None = None) -> int:
                     report.check(f"{optim} {precision}", follows_golden, report.directory, optim, strategy, fields)
             report.check("resume", resumes, report.directory, strategy, compile_fields)
         strategy = report.reopened(run_precision)
-        report.check("trial", trial, config, argv, report.directory, strategy, limit_s=TRIAL_LIMIT_S)
+        report.check("trial", trial, config, report.directory, strategy, limit_s=TRIAL_LIMIT_S)
         strategy.runtime.close()
         return report.close()
     finally:
@@ -206,38 +209,27 @@ class Report:
 # Training runs.
 
 
-def config_of(fields: dict, argv: Sequence[str] = ()) -> Config:
-    """The configuration with the flags `argv` and these fields, which win."""
-    return parse_config([*argv, *(f"--{name}={value}" for name, value in fields.items())])
-
-
-def golden_run(directory: Path, optim: str, strategy: Strategy, fields: dict) -> None:
-    """Trains the 20 steps in `directory`."""
-    processes, devices = strategy.runtime.processes.world_size, strategy.device.count
+def golden_losses(directory: Path, optim: str, strategy: Strategy, fields: dict) -> list[float]:
+    """Takes the 20 steps with these further fields in `directory`. Returns their losses."""
+    devices = strategy.runtime.processes.world_size * strategy.device.count
     fields = GOLDEN["fields"] | fields | {"optim": optim, "precision": strategy.device.precision}
-    fields |= {"micro_batch_size": SEQUENCES // processes // devices // 2 or 1}
-    fields |= {"dataset_name": directory.with_name("data"), "output_dir": directory}
-    train(config_of(fields), strategy)
+    fields |= {"micro_batch_size": SEQUENCES // devices // 2 or 1, "output_dir": directory}
+    fields["dataset_name"] = directory.with_name("data")
+    train(parse_config([f"--{name}={value}" for name, value in fields.items()]), strategy)
+    return losses_in(directory)
 
 
-def golden_losses(directory: Path) -> list[float | None]:
-    """The losses of a golden run's 20 steps, on the main process; None for NaN, or where a step was not taken."""
+def losses_in(directory: Path) -> list[float]:
+    """The losses of a golden run's 20 steps; infinite where one is NaN, or its step was not taken."""
     losses = {line["step"]: line["loss"] for line in read_metrics(directory / "metrics.jsonl")}
-    return [losses.get(step) for step in range(1, 21)]
-
-
-def differences(losses: list[float | None], expected: list[float | None]) -> list[float]:
-    """In nats, step by step."""
-    return [math.inf if a is None or b is None else abs(a - b) for a, b in zip(losses, expected, strict=True)]
+    return [losses.get(step) or math.inf for step in range(1, 21)]
 
 
 def follows_golden(directory: Path, optim: str, strategy: Strategy, fields: dict) -> Finding:
     """Compares a golden run with the CPU's."""
-    run, tolerance = directory / f"{optim}-{strategy.device.precision}", NATS[strategy.device.precision]
-    golden_run(run, optim, strategy, fields)
-    if not strategy.runtime.processes.is_main:
-        return "", ""
-    nats = differences(golden_losses(run), GOLDEN[optim]["loss"])
+    precision = strategy.device.precision
+    losses, tolerance = golden_losses(directory / f"{optim}-{precision}", optim, strategy, fields), NATS[precision]
+    nats = [abs(loss - expected) for loss, expected in zip(losses, GOLDEN[optim]["loss"], strict=True)]
     first = next((step for step, difference in enumerate(nats, 1) if difference > tolerance), None)
     way_out = "see the lines above, or NaN in docs/troubleshooting.md"
     problem = f"the losses differ at step {first}: {way_out}" if first else ""
@@ -245,16 +237,16 @@ def follows_golden(directory: Path, optim: str, strategy: Strategy, fields: dict
     return f"{steps}, losses within {max(nats):.1e} of a CPU's in fp32 ({tolerance:g} allowed)", problem
 
 
-def resumes(directory: Path, strategy: Strategy, fields: dict) -> Finding:
+def resumes(directory: Path, strategy: Strategy, fields: dict) -> Finding | None:
     """Compares a golden run resumed at step 10 with one that was not interrupted."""
     complete, tolerance = directory / f"adamw-{strategy.device.precision}", NATS[strategy.device.precision]
     resumed, is_main = directory / "resumed", strategy.runtime.processes.is_main
     if is_main:
         shutil.copytree(checkpoint_path(complete, 10), checkpoint_path(resumed, 10))
-    golden_run(resumed, "adamw", strategy, fields)
-    if not is_main:
-        return "", ""
-    nats = max(differences(golden_losses(resumed)[10:], golden_losses(complete)[10:]))
+    losses = golden_losses(resumed, "adamw", strategy, fields)
+    if not is_main:  # another node may not see the files yet
+        return None
+    nats = max(abs(loss - expected) for loss, expected in zip(losses[10:], losses_in(complete)[10:], strict=True))
     measured = f"losses within {nats:.1e} ({tolerance:g} allowed)"
     sums, resumed_sums = (manifest_of(checkpoint_path(run, 20)) for run in (complete, resumed))
     if all(sums[file] == resumed_sums[file] for file in ("model.safetensors", "optimizer.safetensors")):
@@ -263,43 +255,40 @@ def resumes(directory: Path, strategy: Strategy, fields: dict) -> Finding:
     return f"saved at step 10, resumed to 20: {measured}", problem
 
 
-def trial(config: Config, argv: list[str], directory: Path, strategy: Strategy) -> Finding:
+def trial(config: Config, directory: Path, strategy: Strategy) -> Finding:
     """Some steps of the recipe itself, on its own data if they are here, saved at the end."""
-    data, data_path = config.data, Path(config.data.dataset_name)
-    device, processes = strategy.device, strategy.runtime.processes
+    data, device, processes = config.data, strategy.device, strategy.runtime.processes
     fields: dict = {"max_steps": 8, "warmup_steps": 2, "logging_steps": 1, "eval_steps": "end", "save_steps": "end"}
     fields |= dict.fromkeys(("hellaswag_steps", "sample_steps", "milestone_steps"), 0)
-    fields |= {"report_to": "none", "push_to_hub": False}
-    fields |= {"train_hours": 0, "num_train_epochs": 0, "dry_run": False}  # whatever the flags say
-    fields["max_hours"] = 0 if max_restarts() else 0.03  # it is refused where torchrun may restart
-    fields["output_dir"], note = directory / "trial", ""
-    if not (data.streaming or data.mixture or data_path.exists() or glob(data.dataset_name)):
-        fields |= {name: GOLDEN["fields"][name] for name in ("train_text", "val_fraction")}
-        fields |= {"dataset_name": directory / "data", "val_data": "", "tokenizer": "gpt2"}
-        note = f"; on the text that ships, since {data_path} is not prepared yet"
-    config = with_vocabulary(config_of(fields, argv), processes)
+    fields |= dict.fromkeys(("train_hours", "num_train_epochs", "max_hours"), 0.0)  # whatever the flags say
+    fields |= {"report_to": "none", "push_to_hub": False, "dry_run": False, "output_dir": str(directory / "trial")}
+    config, note = config.replace(**fields), ""
+    if not (data.streaming or data.mixture or glob(data.dataset_name)):
+        note = f"; on the text that ships, since {data.dataset_name} is not prepared yet"
+        shipped = DataConfig(str(directory / "text"), train_text=str(SHIPPED_TEXT), val_fraction=0.1)
+        shipped = dataclasses.replace(shipped, tokenizer=data.tokenizer, sequence_length=data.sequence_length)
+        config = dataclasses.replace(config, data=shipped)
     config, _ = fused_loss(config, strategy)
     config, _ = micro_batch(config, strategy)  # of the run, which may take all of the memory
-    micro = batch_arithmetic(config, processes.world_size, device.count).micro
-    sequences = 8 if device.type == "cpu" else 32  # of a device in a step, which keep it busy
-    tokens = processes.world_size * device.count * micro * max(1, sequences // micro) * data.sequence_length
+    micro = batch_arithmetic(config, processes.world_size, device.count).micro  # of a process
+    sequences = device.count * (8 if device.type == "cpu" else 32)  # of a process in a step, which keep it busy
+    tokens = processes.world_size * micro * max(1, sequences // micro) * data.sequence_length
     tokens = min(tokens, config.optimizer.total_batch_tokens)
     config = config.replace(total_batch_tokens=tokens, eval_tokens=tokens)
+    strategy.runtime.stop.stop_after(TRIAL_S / 3600)
     train(config, strategy)
-    if not processes.is_main:
-        return "", ""
-    lines = [line for line in read_metrics(fields["output_dir"] / "metrics.jsonl") if line["tokens_per_second"]]
+    lines = [line for line in read_metrics(directory / "trial" / "metrics.jsonl") if line["tokens_per_second"]]
     if len(lines) < 2:
         return "", "not two steps in two minutes: this device is too slow for the recipe"
-    medians = {  # without the first step, which compiles
-        name: statistics.median(line[name] or 0 for line in lines[1:]) for name in ("tokens_per_second", "data_wait")
-    }
-    mfu, memory, data_wait = lines[-1]["mfu"], lines[-1]["peak_memory_bytes"], medians["data_wait"]
-    batch = batch_arithmetic(config, processes.world_size, device.count)
-    estimate = step_memory(config, batch, **memory_kind(config, strategy)).peak
-    measured = f"{len(lines)} steps of {config.run.run_name}: {medians['tokens_per_second']:,.0f} tokens/s"
+    speed, data_wait = (  # without the first step, which compiles
+        statistics.median(line[name] or 0 for line in lines[1:]) for name in ("tokens_per_second", "data_wait")
+    )
+    mfu, memory = lines[-1]["mfu"], lines[-1]["peak_memory_bytes"]
+    measured = f"{len(lines)} steps of {config.run.run_name}: {speed:,.0f} tokens/s"
     measured += f", MFU {100 * mfu:.0f} %" if mfu else ""
     if memory and device.memory:  # on a CPU it is the most that this process has ever held
+        batch = batch_arithmetic(config, processes.world_size, device.count)
+        estimate = step_memory(config, batch, **memory_kind(config, strategy)).peak
         measured += f", {gb(memory)} (the plan: {gb(estimate)})"
     slow_data = f"{100 * data_wait:.0f} % of the time it waits for data: use a faster disk or network"
     return measured + note, slow_data if data_wait > 0.05 else ""
@@ -308,22 +297,21 @@ def trial(config: Config, argv: list[str], directory: Path, strategy: Strategy) 
 # What is not a training run.
 
 
-def disk(config: Config, strategy: Strategy) -> Finding:
+def disk(config: Config, strategy: Strategy) -> Finding | None:
     """Room and speed where checkpoints go."""
     if not strategy.runtime.processes.is_main:
-        return "", ""
+        return None
     directory = nearest_directory(Path(config.run.output_dir))
     size, free = checkpoint_bytes(config), shutil.disk_usage(directory).free
     if free <= (needed := checkpoint_count(config) * size):
         return f"{gb(free)} free", f"the run needs {gb(needed)} in {directory}; choose another --output_dir"
-    block, count = os.urandom(2**24), 8
+    block = os.urandom(2**27)
     with tempfile.TemporaryFile(dir=directory) as file:
         started = time.perf_counter()
-        for _ in range(count):
-            file.write(block)
+        file.write(block)
         os.fsync(file.fileno())
-        seconds_per_byte = (time.perf_counter() - started) / (count * len(block))
-    return f"{gb(free)} free, writing a checkpoint of {si(size)}B takes {duration(size * seconds_per_byte)}", ""
+        seconds = (time.perf_counter() - started) * size / len(block)
+    return f"{gb(free)} free, writing a checkpoint of {si(size)}B takes {duration(seconds)}", ""
 
 
 def devices(config: Config, strategy: Strategy) -> Finding:

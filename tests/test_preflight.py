@@ -84,8 +84,8 @@ def test_a_device_without_fp64_is_compared_too():
 def test_the_trial_reads_the_shards_that_a_glob_names(shards, tmp_path, monkeypatch):
     configs: list[Config] = []
     monkeypatch.setattr(preflight, "train", lambda config, strategy: configs.append(config))
-    argv = [f"--dataset_name={shards}/train_*.bin", "--milestone_steps=2"]
-    preflight.trial(parse_config(argv), argv, tmp_path, open_strategy("fp32", "m1"))
+    config = parse_config([f"--dataset_name={shards}/train_*.bin", "--milestone_steps=2"])
+    preflight.trial(config, tmp_path, open_strategy("fp32", "m1"))
     assert configs[0].data.dataset_name == f"{shards}/train_*.bin"
     assert configs[0].run.milestone_steps == 0  # or the steps that it times would save
 
