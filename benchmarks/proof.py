@@ -82,12 +82,10 @@ def prove(steps: list[Step], out: Path, minutes: float) -> int:
     out.mkdir(parents=True, exist_ok=True)
     for number, step in enumerate(steps, 1):
         path = out / f"{number:02}-{step.name}.json"
-        previous = {}
-        with suppress(OSError, ValueError):
-            previous["before"] = json.loads(path.read_text())
-            if previous["before"]["rc"] == 0:
-                print(f"done   {path.stem}", flush=True)
-                continue
+        before = json.loads(path.read_text()) if path.exists() else None
+        if before and before["rc"] == 0:
+            print(f"done   {path.stem}", flush=True)
+            continue
         seconds_left = deadline - time.monotonic()
         if seconds_left < MIN_STEP_S:
             print(f"LATE   {path.stem}: not started, time is up", flush=True)
@@ -97,7 +95,7 @@ def prove(steps: list[Step], out: Path, minutes: float) -> int:
         work_dir = out.with_name(f"{out.name}-work") / path.stem
         outcome = run(step, work_dir, min(step.limit, seconds_left))
         # Unlike report.write, this accepts non-finite numbers.
-        record = {**conditions, "step": step.name, **outcome, **previous}
+        record = {**conditions, "step": step.name, **outcome, "before": before}
         replace_file(path, (json.dumps(record, indent=1) + "\n").encode())
         n_missing += outcome["rc"] != 0
         verdict = "ok    " if outcome["rc"] == 0 else "KILLED" if outcome["rc"] == TIMED_OUT else "FAILED"
