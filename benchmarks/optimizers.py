@@ -17,14 +17,12 @@ import argparse
 import itertools
 import json
 import statistics
-import subprocess
-import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks import report
-from recipe.config import ROOT
+from benchmarks.runs import train_to_end
 from recipe.utils.checkpoints import read_metrics
 from recipe.utils.errors import ArgumentParser, ExitCode, UserError
 
@@ -145,12 +143,8 @@ class Runs:
         flags |= dict.fromkeys(("save_steps", "eval_steps"), max(1, steps // 5)) | {"max_hours": seconds_left / 3600}
         flags |= dict.fromkeys(("milestone_steps", "hellaswag_steps", "sample_steps"), 0)
         del flags["warmup"]
-        command = [sys.executable, ROOT / "recipe/train.py", *(f"--{name}={value}" for name, value in flags.items())]
-        code = subprocess.run(command, stdout=subprocess.DEVNULL).returncode
-        if code == ExitCode.RUN_AGAIN:
+        if train_to_end(flags) == ExitCode.RUN_AGAIN:
             raise TimeUp
-        if code:
-            raise UserError(f"recipe/train.py ended with exit code {code}; see its message above")
 
 
 def mean_end(curves: list[Curve]) -> float:

@@ -19,6 +19,7 @@ import torch
 
 from recipe.config import ROOT, DataConfig
 from recipe.data.prepare import prepare
+from recipe.utils.errors import ExitCode, UserError
 
 # Fields of all runs. The learning rate is constant, and so small that rounding errors do not grow over the compared
 # steps.
@@ -114,6 +115,15 @@ class Run:
             return "out of memory"
         errors = re.findall(r"^error: (.*)", output, re.MULTILINE)
         return errors[-1] if errors else f"the program ended: {output.rpartition(chr(10))[2]}"
+
+
+def train_to_end(fields: dict) -> int:
+    """Trains a run with these fields to its end. Returns the exit code; raises UserError if that is a failure's."""
+    command = [sys.executable, ROOT / "recipe/train.py", *(f"--{name}={value}" for name, value in fields.items())]
+    code = subprocess.run(command, stdout=subprocess.DEVNULL).returncode
+    if code not in (ExitCode.DONE, ExitCode.RUN_AGAIN):
+        raise UserError(f"recipe/train.py ended with exit code {code}; see its message above")
+    return code
 
 
 def interleave(turns: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:

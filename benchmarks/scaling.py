@@ -16,8 +16,6 @@ import itertools
 import json
 import math
 import re
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -25,13 +23,14 @@ import numpy as np
 from scipy.optimize import minimize
 
 from benchmarks import report
+from benchmarks.runs import train_to_end
 from recipe.config import ROOT, parse_config
 from recipe.data.producer import open_text
 from recipe.data.survey import Text, survey
 from recipe.estimate.forecast import recipe
 from recipe.estimate.scaling import SCALING, error_of, law, line_through
 from recipe.utils.checkpoints import read_metrics
-from recipe.utils.errors import ArgumentParser, UserError
+from recipe.utils.errors import ArgumentParser
 
 # Layers, width, tokens.
 GRID = ((2, 64, 32_768), (2, 64, 128_000), (2, 64, 512_000), (4, 128, 1_024_000), (2, 64, 2_048_000))
@@ -45,10 +44,7 @@ def train(text: Text, layers: int, width: int, tokens: int) -> float:
     with tempfile.TemporaryDirectory() as directory:
         values |= {"max_steps": tokens // 1024, "total_batch_tokens": 1024, "output_dir": directory, "seed": 1}
         values["eval_tokens"] = 65_536  # all validation tokens of a short text
-        flags = [f"--{name}={value}" for name, value in values.items()]
-        code = subprocess.run([sys.executable, ROOT / "recipe/train.py", *flags], stdout=subprocess.DEVNULL).returncode
-        if code:
-            raise UserError(f"recipe/train.py ended with exit code {code}; see its message above")
+        train_to_end(values)
         return read_metrics(Path(directory) / "metrics.jsonl")[-1]["val_loss"]
 
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import optimizers
+from benchmarks import optimizers, runs
 from recipe.utils.errors import ExitCode, UserError
 from tests import processes as programs
 from tests.conftest import ROOT, SHAKESPEARE, TINY
@@ -63,7 +63,7 @@ def test_the_command_compares_and_a_second_run_trains_nothing(tmp_path, monkeypa
     arguments += [f"--runs={tmp_path / 'runs'}", f"--out={tmp_path}"]
     monkeypatch.chdir(tmp_path)
     forked = SimpleNamespace(run=lambda command, **_: programs.run(*command[1:]), DEVNULL=None)
-    monkeypatch.setattr(optimizers, "subprocess", forked)
+    monkeypatch.setattr(runs, "subprocess", forked)
     assert optimizers.main(arguments) == 0
     result = json.loads((tmp_path / "optimizers.json").read_text())
     (size,) = result["sizes"]
@@ -76,7 +76,7 @@ def test_the_command_compares_and_a_second_run_trains_nothing(tmp_path, monkeypa
     assert 0 < size["seed_noise"] < 0.5
     assert len(result["runs"]) == 2 * len(size["curves"])
     printed = capsys.readouterr().out.split("\n\n")[-1]
-    monkeypatch.setattr(optimizers, "subprocess", None)  # nothing trains a second time
+    monkeypatch.setattr(runs, "subprocess", None)  # nothing trains a second time
     assert optimizers.main(arguments) == 0
     assert capsys.readouterr().out.strip() == printed.strip()
     with pytest.raises(UserError, match=r"has runs on other data, .*tiny_shakespeare.txt.*; give another --out"):
@@ -86,7 +86,7 @@ def test_the_command_compares_and_a_second_run_trains_nothing(tmp_path, monkeypa
 def test_minutes_bounds_all_sizes_together(tmp_path, monkeypatch, capsys):
     seconds = [0.0]
     monkeypatch.setattr(optimizers, "time", SimpleNamespace(monotonic=lambda: seconds[0]))
-    monkeypatch.setattr(optimizers, "subprocess", None)  # the second size must not train
+    monkeypatch.setattr(runs, "subprocess", None)  # the second size must not train
 
     def compare(runs) -> dict:
         if seconds[0]:
