@@ -8,8 +8,8 @@ from datetime import date
 from pathlib import Path
 
 import torch
-import transformers
 
+from recipe.checkpoint.provenance import versions
 from recipe.config import Config
 from recipe.engine import hardware
 from recipe.estimate.memory import flops_per_token, parameter_count
@@ -23,8 +23,7 @@ def circumstances() -> dict:
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else str(accelerator).upper()
     return {
         "device": gpu if accelerator else hardware.processor(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
+        **versions(),
         "python": platform.python_version(),
         "threads": None if accelerator else torch.get_num_threads(),
         "date": date.today().isoformat(),
