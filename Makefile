@@ -19,11 +19,18 @@ PROCESSES ?=
 DEVICE ?=
 ARGS ?=
 HOURS ?=
+DOLLARS ?=
+PRICE ?=
 # Number of pytest-xdist processes that run the tests: by default one per core, at most four.
 WORKERS ?= logical
 
 # Seconds that torchrun gives a run to save a checkpoint before killing it; the default of 30 is too short for a large model.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT ?= 300
+
+# A variable of the command line that is not listed above is a mistake, as HOUR=2 is. Tests set BIN and LAUNCH.
+VARIABLES := $(shell sed -En 's/^(export )?([A-Z_]+) \?=.*/\2/p' $(firstword $(MAKEFILE_LIST)))
+UNKNOWN := $(strip $(foreach name,$(filter-out $(VARIABLES) BIN LAUNCH SHELL MAKE%,$(.VARIABLES)),$(if $(findstring command line,$(origin $(name))),$(name))))
+$(if $(UNKNOWN),$(error unknown variable $(UNKNOWN); there are $(VARIABLES)))
 
 # Quote a text, or a variable's value, as one shell word, whatever it contains.
 quoted = '$(subst ','\'',$(1))'
@@ -34,8 +41,10 @@ VENV := $(if $(findstring tpu,$(notdir $(ACCELERATE))),.venv-tpu,.venv)
 BIN := $(VENV)/bin
 # --quiet: after the process fails, the last line is its error message, not the launcher's traceback. With several
 # processes torchrun's traceback follows the message all the same.
-# On Ctrl-C the trainer saves a checkpoint. The launcher ignores Ctrl-C (below) and waits for the trainer; make then ends
-# too, without calling it an error.
+# On Ctrl-C the trainer saves a checkpoint, and the launcher, which as a command in the background ignores Ctrl-C, waits
+# for it; one that has not started the trainer yet is ended. make then ends too, without calling it an error.
+launched = stopped=; $(LAUNCH) $(1) & pid=$$!; trap 'stopped=1; ps -A -o ppid= | grep -qw $$pid || kill $$pid' INT; \
+	until wait $$pid; do kill -0 $$pid 2>/dev/null || { [ $$stopped ]; exit; }; done
 LAUNCH := $(BIN)/accelerate launch --quiet --config_file $(ACCELERATE) $(if $(PROCESSES),--num_processes $(PROCESSES))
 # What must be installed for a training run.
 TRAINING := $(VENV)/installed $(if $(findstring zero,$(ACCELERATE)),.venv/installed-deepspeed) $(if $(findstring --report_to,$(ARGS)),$(VENV)/installed-trackers)
@@ -77,12 +86,12 @@ help:
 
 train: $(TRAINING) ## train CONFIG, then sample; resumes from the last checkpoint
 	@printf '%s\n' $(call quoted,$(LAUNCH) $(TRAIN))
-	@stopped=; trap 'stopped=1' INT; (trap '' INT; $(LAUNCH) $(TRAIN)) || [ $$stopped ]
+	@$(call launched,$(TRAIN))
 	$(if $(filter -h --help --dry_run%,$(ARGS)),,@$(BIN)/python -m eval.sample "$$($(BIN)/python -m recipe.config --config $(call as_word,CONFIG) $(ARGS))" --prompt $(call as_word,PROMPT))
 
 best: $(TRAINING) ## the best model for TEXT in HOURS, or for DOLLARS at PRICE (with DEVICE=8xh100 only a plan)
 	@printf '%s\n' $(call quoted,$(LAUNCH) $(BEST))
-	@stopped=; trap 'stopped=1' INT; (trap '' INT; $(LAUNCH) $(BEST)) || [ $$stopped ]
+	@$(call launched,$(BEST))
 	$(if $(DEVICE)$(filter -h --help --dry_run%,$(ARGS)),,@$(BIN)/python -m eval.sample "$$($(BIN)/python $(BEST) --print_run)" --prompt $(call as_word,PROMPT))
 
 plan: $(TRAINING) ## batch, memory, disk, time of a run (on DEVICE=8xh100, at PRICE=28 dollars an hour)

@@ -193,10 +193,14 @@ def test_make_overfit_memorizes_a_batch(tmp_path):
     assert f"loss {losses[-1]:.4f}" in result.stdout
 
 
-@pytest.mark.parametrize("interrupt", [True, False])
-def test_make_reports_a_failed_training_as_an_error_but_not_ctrl_c(interrupt, tmp_path):
-    launcher = tmp_path / "launcher"  # exits with 1 after the training has saved, like Accelerate's
-    launcher.write_text(f"#!/bin/sh\ntouch {tmp_path}/started\nsleep 2\nexit 1\n")
+@pytest.mark.parametrize(
+    ("interrupt", "training"), [(True, "(sleep 2; rm started); exit 1"), (False, "exit 1"), (True, "exec sleep 60")]
+)
+def test_make_reports_a_failed_training_as_an_error_but_not_ctrl_c(interrupt, training, tmp_path):
+    """A launcher waits for the training, which saves, and exits with 1, like Accelerate's; the last one has not started
+    the training yet."""
+    launcher = tmp_path / "launcher"
+    launcher.write_text(f"#!/bin/sh\ncd {tmp_path}\ntouch started\n{training}\n")
     launcher.chmod(0o755)
     words = ["make", "train", "-o", ".venv/installed", f"LAUNCH={launcher}"]
     options = {"stderr": subprocess.PIPE, "text": True, "start_new_session": True}
@@ -206,9 +210,10 @@ def test_make_reports_a_failed_training_as_an_error_but_not_ctrl_c(interrupt, tm
         time.sleep(0.1)
     if interrupt:
         os.killpg(running.pid, signal.SIGINT)  # as a terminal does
-    errors = running.communicate(timeout=60)[1]
+    errors = running.communicate(timeout=30)[1]
     assert ("Error 1" in errors) == (not interrupt)
     assert running.returncode == (-signal.SIGINT if interrupt else 2)
+    assert (tmp_path / "started").exists() != ("rm started" in training)  # once the training has saved
 
 
 def test_every_target_is_in_the_help():
