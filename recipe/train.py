@@ -120,6 +120,7 @@ def pretrain(config: Config, batch: BatchPlan, strategy: Strategy) -> ExitCode |
                 return None
             code = summarize(config, components.metrics, val_loss, saved)
         if code == ExitCode.DONE:
+            stop.complete = True
             stop.heartbeat()  # from here on Ctrl-C ends the wait instead of raising KeyboardInterrupt
             code = uploads.wait(stop_requested=lambda: stop.requested)
     return code

@@ -40,6 +40,7 @@ class StopSignal:
             reported without an instance.
         stepping: whether the first step has begun: `max_hours` never ends a run before it, because a run that is
             restarted again and again must make progress each time.
+        complete: whether the run is, and all of it saved: what a signal may end then is only the wait for uploads.
         requested: whether this process has been asked to stop.
         decay_due: whether its own clock asked for that, so that wsd's decay can begin.
     """
@@ -47,7 +48,7 @@ class StopSignal:
     received = stepping = False
 
     def __init__(self):
-        StopSignal.stepping = self.requested = self.decay_due = False
+        StopSignal.stepping = self.complete = self.requested = self.decay_due = False
         self._reached_boundary = self._ctrl_c_pressed = False
         self._signal_time = self._deadline = math.inf  # of the first signal; the end of max_hours
         self._should_decay: Callable[[], bool] = lambda: False
@@ -98,7 +99,8 @@ class StopSignal:
             if self._signal_time < math.inf and self._reached_boundary and not self.requested:
                 self.requested, self._signal_time = True, time.monotonic()  # also for a signal before the boundary
                 saving = ", with a checkpoint" if self.stepping else ""
-                logger.warning("stopping at the next step boundary%s; press Ctrl-C again to quit immediately", saving)
+                text = f"stopping at the next step boundary{saving}; press Ctrl-C again to quit immediately"
+                logger.log(logging.DEBUG if self.complete else logging.WARNING, text)
 
     def _handle_signal(self, number: int) -> None:
         if number not in _SIGNALS:

@@ -94,6 +94,13 @@ def test_a_second_ctrl_c_ends_the_process_at_once_wherever_it_is(start, second):
     assert "stopped at once; the same command, without --fresh, continues from the last checkpoint" in running.stdout
 
 
+def test_ctrl_c_after_the_end_of_a_run_announces_no_checkpoint(start):
+    running = start("StopSignal.stepping = stop.complete = True; time.sleep(1); print(stop.requested)")
+    running.send_signal(signal.SIGINT)
+    assert running.wait(10) == 0
+    assert running.stdout.endswith("ready\nTrue\n")
+
+
 @pytest.mark.parametrize("hours", [1e-9, 1e30])
 def test_max_hours_that_have_passed_before_the_first_step_end_the_run_after_it(start, hours):
     boundaries = "stop.heartbeat(); assert not stop.requested; StopSignal.stepping = True; stop.heartbeat()"
