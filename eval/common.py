@@ -21,6 +21,7 @@ from recipe.utils.checkpoints import checkpoints, manifest_of, newest_run, probl
 from recipe.utils.download import HUB_TIMEOUT_S, within
 from recipe.utils.errors import ArgumentParser, ExitCode, UserError, first_line, no_safetensors, reading
 from recipe.utils.files import replace_file
+from recipe.utils.schema import check
 
 DEFAULT_POSITIONS = 2048  # context length assumed for models without position embeddings, such as BLOOM and Mamba
 
@@ -43,10 +44,11 @@ class Loaded:
         """Token ids of plain text: no special tokens added, and a literal "<|endoftext|>" is read as text."""
         return self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True, verbose=False)
 
-    def describe(self) -> dict[str, str]:
+    def describe(self) -> dict[str, str | None]:
         """The fields that every result records about its model."""
         dtype = str(self.model.dtype).removeprefix("torch.")
-        return {"model": self.name, "device": self.model.device.type, "dtype": dtype}
+        weights = weights_sha256(self.directory) if self.directory else None
+        return {"model": self.name, "weights": weights, "device": self.model.device.type, "dtype": dtype}
 
     @property
     def lm(self) -> LanguageModel:
@@ -142,12 +144,13 @@ def check_files(directory: Path) -> None:
             raise UserError(f"{name} {problem}")
 
 
-def load(args: argparse.Namespace) -> Loaded:
-    """Loads the model and tokenizer that the arguments of `parser` name. Nothing is unpickled, and no code from the
-    model's repository runs. Raises UserError if the model does not exist, the Hub cannot be reached, a file is damaged
-    or weights are missing."""
+def load(args: argparse.Namespace, variable: str = "MODEL") -> Loaded:
+    """Loads the model and tokenizer that the arguments of `parser` name; `variable` is make's for this model. Nothing
+    is unpickled, and no code from the model's repository runs. Raises UserError if the model does not exist, the Hub
+    cannot be reached, a file is damaged, or weights are missing or not finite."""
     # Imported here: it takes two seconds, and training imports this module without calling this function.
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, cached_file
     from transformers.utils.peft_utils import find_adapter_config_file
 
     # The libraries' loading reports and retry notices would bury our one clear line.
@@ -159,7 +162,7 @@ def load(args: argparse.Namespace) -> Loaded:
     problem, way_out = "", "Check the directory, or name another checkpoint"
     if directory is None:
         print(f"{name} is not a local directory: looking for it on the Hub", flush=True)
-        problem, way_out = hub_problem(), "Name a model on the Hub, or a directory: MODEL=runs/NAME"
+        problem, way_out = hub_problem(), f"Name a model on the Hub, or a directory: {variable}=runs/NAME"
     os.environ["DISABLE_SAFETENSORS_CONVERSION"] = "1"  # otherwise transformers waits for a Space that converts pickles
     try:
         if directory:
@@ -174,6 +177,10 @@ def load(args: argparse.Namespace) -> Loaded:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
         options = {"config": config, "dtype": dtype, "output_loading_info": True}
         options |= {"use_safetensors": True, "trust_remote_code": False}
+        index = cached_file(name, SAFE_WEIGHTS_INDEX_NAME, _raise_exceptions_for_missing_entries=False)
+        parts = json.loads(Path(index).read_bytes())["weight_map"].values() if index else []
+        if not all(part == Path(part).name and part.endswith(".safetensors") for part in parts):
+            raise UserError(f"its {SAFE_WEIGHTS_INDEX_NAME} lists other files than safetensors beside it")
         model, loading_info = AutoModelForCausalLM.from_pretrained(name, **options)  # ty: ignore[not-iterable]
     except Exception as error:  # the libraries raise many types for a broken directory or a missing model
         if isinstance(error, OSError) and "model.safetensors" in first_line(error) and not problem:
@@ -185,6 +192,15 @@ def load(args: argparse.Namespace) -> Loaded:
     if missing_keys := sorted(loading_info["missing_keys"]):
         problem = f"the file lacks {len(missing_keys)} of the model's weights, among them {missing_keys[0]}"
         raise UserError(f"model {name}: {problem}")
+    if unexpected_keys := sorted(loading_info["unexpected_keys"]):
+        print(
+            f"note: the model has no use for {len(unexpected_keys)} of the file's weights, such as {unexpected_keys[0]}"
+        )
+    if damaged := next((key for key, weight in model.named_parameters() if not weight.isfinite().all()), ""):
+        raise UserError(f"model {name}: {damaged} has values that are NaN or infinite: the model has diverged")
+    n_embeddings, largest = model.get_input_embeddings().num_embeddings, max(tokenizer.get_vocab().values())
+    if largest >= n_embeddings:
+        raise UserError(f"model {name}: it has {n_embeddings:,} embeddings, and its tokenizer {largest + 1:,} tokens")
     model.to(device).tie_weights()  # moving to a TPU or to XLA unties them
     loaded = Loaded(name, directory, model.eval(), tokenizer)
     fields = loaded.describe()
@@ -227,14 +243,28 @@ def trainer_config(directory: Path | None, section: str = "config") -> dict:
         return dict(json.loads(state.read_text()).get(section, {}))
 
 
+_SCORE: dict = {
+    **dict.fromkeys(("dataset_type", "dataset_name", "metric_type", "metric_name", "how"), str),
+    "dataset_split": (None, str),
+    "metric_value": float,
+    "ci95": (None, float),
+    "complete": bool,
+}
+_ROW = {"metric": str, "ours": float, "theirs": float, "difference": float, "ci95": (None, [float, float])}
+_RESULTS = {
+    "compare": (None, {"model": (None, str), "other": str, "rows": [_ROW], "prompt": str, "samples": [str]}),
+    ...: {"model": (None, str), "weights": (None, str), "scores": (None, [_SCORE])},
+}
+
+
 def read_results(path: Path) -> dict:
     """The results in a file; empty if there is no file. Raises UserError if it holds something else."""
     try:
         results = json.loads(path.read_text()) if path.exists() else {}
-    except ValueError:
-        results = None
-    if not isinstance(results, dict):
-        raise UserError(f"{path}: not a JSON object of results. Move it away, or name another --output")
+        check(results, _RESULTS)
+    except (ValueError, RecursionError) as error:
+        problem = f"not the results of an evaluation ({first_line(error)})"
+        raise UserError(f"{path}: {problem}. Move it away, or name another --output") from None
     return results
 
 
@@ -247,11 +277,32 @@ def results_path(output: Path | None, loaded: Loaded) -> Path:
     return path
 
 
-def same_model(path: Path, recorded_name: str, name: str) -> bool:
-    """Whether the results in `path`, recorded for `recorded_name`, are those of the model `name`: both names resolve to
-    one directory, or `name` is the directory of `path` and `recorded_name` does not exist (any more, or from here)."""
-    recorded_path, model_path = Path(recorded_name).resolve(), Path(name).resolve()
+def weights_sha256(directory: Path) -> str | None:
+    """The SHA-256 of a checkpoint's weights, by its manifest; None for a model without one."""
+    if not (directory / "manifest.json").exists():
+        return None
+    return manifest_of(directory).get("model.safetensors", (0, None))[1]
+
+
+def same_model(path: Path, recorded: dict, name: str, weights: str | None) -> bool:
+    """Whether a result that `path` has `recorded` is of the model `name` with these weights (their SHA-256). Where one
+    of the two is not known: both names resolve to one directory, or `name` is the directory of `path` and the recorded
+    one does not exist (any more, or from here)."""
+    if weights and recorded.get("weights"):
+        return weights == recorded["weights"]
+    recorded_path, model_path = Path(recorded.get("model", name)).resolve(), Path(name).resolve()
     return recorded_path == model_path or (path.parent.resolve() == model_path and not recorded_path.exists())
+
+
+def own_results(checkpoint: Path) -> dict:
+    """The results in a checkpoint that are of its own weights. Prints a note about others. Raises UserError."""
+    path, weights = checkpoint / "results.json", weights_sha256(checkpoint)
+    results = read_results(path)
+    others = [key for key, result in results.items() if not same_model(path, result, str(checkpoint), weights)]
+    for key in others:
+        print(f"note: {key} in {path} is of another model, and is not shown", flush=True)
+        del results[key]
+    return results
 
 
 def write_results(path: Path, key: str, value: dict) -> None:
@@ -259,7 +310,7 @@ def write_results(path: Path, key: str, value: dict) -> None:
     under `key` that `value` does not repeat, or repeats on a part of the data only."""
     results = read_results(path)
     previous = results.get(key, {})
-    is_same_model = same_model(path, previous.get("model", value["model"]), value["model"])
+    is_same_model = same_model(path, previous or value, value["model"], value.get("weights"))
     if previous and is_same_model and "scores" in value:
         new_scores = value["scores"]
         value = value | {"scores": (scores := merge_scores(previous.get("scores", []), new_scores))}

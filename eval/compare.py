@@ -73,7 +73,7 @@ def main() -> None:
     args = parser.parse_args()
     model = common.load(args)
     output = common.results_path(args.output, model)
-    other = common.load(argparse.Namespace(**vars(args) | {"model": args.other}))
+    other = common.load(argparse.Namespace(**vars(args) | {"model": args.other}), "WITH")
     rows = validation(args, model, other)
     examples = hellaswag.load_rows(args.limit)
     correct_rows = [

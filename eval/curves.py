@@ -8,7 +8,7 @@ from typing import TypeGuard
 
 import numpy as np
 
-from eval.common import read_results
+from eval.common import own_results
 from eval.published import HELLASWAG_ROWS, SIZES
 from eval.scores import all_scores, table_row
 from recipe.utils.checkpoints import checkpoints, read_metrics, step_of
@@ -120,7 +120,7 @@ def read_run(path: str | Path) -> Run:
         raise UserError(f"run {path}: metrics.jsonl has no complete line yet. Wait for the first logged step")
     scores, config, engine, about, checkpoint_dirs = {}, {}, "", [], checkpoints(directory)
     for path in checkpoint_dirs:
-        scores[step_of(path)] = [table_row(score) for score in all_scores(read_results(path / "results.json"))]
+        scores[step_of(path)] = [table_row(score) for score in all_scores(own_results(path))]
     if checkpoint_dirs:
         with reading(checkpoint_dirs[-1] / "trainer_state.json", "move that checkpoint away"):
             state = json.loads((checkpoint_dirs[-1] / "trainer_state.json").read_text())

@@ -180,6 +180,7 @@ def main() -> None:
     output = common.results_path(args.output, loaded)
     windows, data_info = choose_windows(args, loaded)
     print(f"data {data_info['data']}: {json.dumps(data_info['files'])}, {len(windows):,} windows", flush=True)
+    byte_lengths(loaded.tokenizer)  # raises before the losses take their time
     result = summarize(loaded, windows, window_losses(loaded, windows, args.batch_size, "perplexity"))
     print(f"\nloss           {result['loss']:14.4f} nats/token")
     print(f"perplexity     {result['perplexity']:14.4f}")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from eval.common import read_results
+from eval.common import own_results
 from eval.published import ACCURACIES, HELLASWAG_ROWS
 from eval.scores import all_scores, comparison_row, hellaswag_scores, score, table_row, text_dataset
 from recipe.checkpoint.format import state_of
@@ -35,13 +35,13 @@ def model_card(checkpoint: Path, *, repo: str = "", license: str = "", audit: bo
     It shows the evaluations in the checkpoint's results.json and, if the checkpoint is in its run's directory, those in
     the run's metrics.jsonl. `repo` is where the card will be, ORG/NAME on the Hub; `license` overrides the run's
     hub_license; `audit` states that the optimizer state and metrics.jsonl are uploaded too. Raises UserError if
-    results.json is not a JSON object, OSError, and ValueError for other damaged files.
+    results.json holds something else, OSError, and ValueError for other damaged files.
     """
     state = redacted(state_of(checkpoint))
     config, step, parts, texts = state["config"], state["step"], state["about"], data_sets(state)
     lines = [line for line in read_metrics(checkpoint.resolve().parent / "metrics.jsonl") if line["step"] <= step]
     last_line = next((line for line in reversed(lines) if line["step"] == step), {})
-    results = redacted(read_results(checkpoint / "results.json"))
+    results = redacted(own_results(checkpoint))
     scores = all_scores({"run": {"scores": [*_run_scores(last_line, config, texts)]}} | results)
     comparison = _comparison(results["compare"]) if "compare" in results else None
     name = config["run_name"] or repo.rpartition("/")[2] or "model"

@@ -67,7 +67,15 @@ def manifest_of(checkpoint: Path) -> dict[str, tuple[int, str]]:
     try:
         entries = json.loads((checkpoint / "manifest.json").read_bytes())["files"]
         files = {name: (int(entry["bytes"]), str(entry["sha256"])) for name, entry in entries.items()}
-    except (FileNotFoundError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (
+        FileNotFoundError,
+        ArithmeticError,
+        ValueError,
+        TypeError,
+        LookupError,
+        AttributeError,
+        RecursionError,
+    ) as error:
         raise UserError(f"manifest.json is missing or damaged ({type(error).__name__})") from None
     if outside_names := [name for name in files if name in ("", "..") or Path(name).name != name]:
         raise UserError(f"manifest.json names {outside_names[0]!r}, which is not a file of this directory")

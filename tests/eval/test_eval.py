@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BloomConfig
 
 from eval import common, compare, hellaswag, perplexity, sample, scores
 from recipe.data.shards import ShardReader, find_shards
+from recipe.hub.model_card import model_card
 from recipe.utils.files import sha256_of
 from tests.conftest import ROOT, SHAKESPEARE
 from tests.data import write_shard
@@ -331,6 +332,10 @@ def test_a_hostile_model_neither_unpickles_nor_runs_code(model_dir, tmp_path, co
     mapped = {"AutoConfig": "theirs.C", "AutoModelForCausalLM": "theirs.M", "AutoTokenizer": ["theirs.T", "theirs.T"]}
     (model / "tokenizer_config.json").write_text(json.dumps({"auto_map": mapped, "tokenizer_class": "Theirs"}))
     monkeypatch.setattr("builtins.input", None)
+    index = {"weight_map": dict.fromkeys(load_file(weights), "pytorch_model.bin")}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(common.UserError, match="lists other files than safetensors beside it"):
+        load(model)
     weights.rename(model / "model.safetensors")
     for settings in (config | {"auto_map": mapped}, config | {"auto_map": mapped, "model_type": "theirs"}):
         (model / "config.json").write_text(json.dumps(settings))
@@ -354,7 +359,7 @@ def test_a_model_with_a_flipped_bit_is_refused(whole_run, tmp_path, command, cap
     assert not (checkpoint / "results.json").exists()
 
 
-def test_an_incomplete_model_is_refused(model_dir, tmp_path):
+def test_an_incomplete_or_damaged_model_is_refused(model_dir, tmp_path, capsys):
     with pytest.raises(common.UserError, match="nor a step_<number> directory"):
         load(tmp_path)
     for name in MODEL_FILES:
@@ -368,6 +373,21 @@ def test_an_incomplete_model_is_refused(model_dir, tmp_path):
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(common.UserError, match=r"lacks 1 of .*h\.1\.mlp\.c_fc\.weight"):
         load(tmp_path)
+    weights = load_file(model_dir / "model.safetensors")
+    save_file(weights | {"score.weight": torch.ones(2)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    load(tmp_path)
+    assert "note: the model has no use for 1 of the file's weights, such as score.weight" in capsys.readouterr().out
+    weights["transformer.h.1.mlp.c_fc.weight"][0, 0] = math.nan
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(common.UserError, match=r"h\.1\.mlp\.c_fc\.weight has values that are NaN or infinite"):
+        load(tmp_path)
+    weights = load_file(model_dir / "model.safetensors")
+    weights["transformer.wte.weight"] = weights["transformer.wte.weight"][:500]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 500}))
+    with pytest.raises(common.UserError, match="it has 500 embeddings, and its tokenizer 50,257 tokens"):
+        load(tmp_path)
 
 
 def test_logits_equal_those_of_transformers(tiny_gpt2, loaded):
@@ -380,10 +400,34 @@ def test_logits_equal_those_of_transformers(tiny_gpt2, loaded):
 
 def test_a_file_of_something_else_is_not_overwritten_with_results(tmp_path):
     path = tmp_path / "results.json"
-    path.write_text("[1, 2]")
-    with pytest.raises(common.UserError, match="not a JSON object"):
-        common.write_results(path, "perplexity", {})
-    assert path.read_text() == "[1, 2]"
+    for content in (
+        "[1, 2]",
+        '{"loss": 3.1}',
+        '{"a": {"scores": 5}}',
+        '{"compare": {}}',
+        '{"a": {"scores": [{}]}}',
+        "x",
+    ):
+        path.write_text(content)
+        with pytest.raises(common.UserError, match="not the results of an evaluation"):
+            common.write_results(path, "perplexity", {})
+        assert path.read_text() == content
+
+
+def test_results_of_other_weights_are_not_shown(whole_run, tmp_path, command, capsys):
+    """By the SHA-256 that the manifest has, also where the weights that had these results are gone."""
+    run = shutil.copytree(whole_run[0], tmp_path / "run")
+    checkpoint = run / "step_00000020"
+    command(hellaswag, checkpoint, "--limit", "4")
+    assert "HellaSwag" in model_card(checkpoint)
+    moved = checkpoint.rename(tmp_path / "step_00000020")
+    assert "HellaSwag" in model_card(moved)
+    results = json.loads((moved / "results.json").read_text())
+    results["hellaswag"]["weights"] = "0" * 64
+    (moved / "results.json").write_text(json.dumps(results))
+    capsys.readouterr()
+    assert "HellaSwag" not in model_card(moved)
+    assert f"note: hellaswag in {moved}/results.json is of another model, and is not shown\n" == capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -202,7 +202,7 @@ def test_a_damaged_file_is_an_error_of_one_line(name, text, tmp_path, monkeypatc
     monkeypatch.setattr("sys.argv", ["report.py", str(run)])
     with pytest.raises(SystemExit):
         common.run_main(report.main)
-    message = rf"error: {path} cannot be read \(.+\); .+\n|error: {path}: not a .+\n"
+    message = rf"error: {path} cannot be read \(.+\); .+\n|error: {path}: not .+\n"
     assert re.fullmatch(message, capsys.readouterr().err)
 
 

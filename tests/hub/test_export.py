@@ -45,7 +45,7 @@ def test_an_export_is_what_transformers_loads_and_nothing_else(whole_run, tmp_pa
     assert {e.metric_value for e in card.data.eval_results} > {0.28}
     (newest / "results.json").write_text("[]")
     assert export.main([str(run), "--out", str(tmp_path / "other")]) == 2
-    assert "results.json: not a JSON object of results. Move it away" in capsys.readouterr().err
+    assert "results.json: not the results of an evaluation (it is []). Move it away" in capsys.readouterr().err
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "run"]
 
 
