@@ -357,9 +357,10 @@ def log_forecasts(forecaster: Forecaster, forecasts: list[Forecast], best: Forec
         "text": f"the text, for a larger model and for more than {MOST_EPOCHS} epochs",
         "memory": "the memory; a larger model does not fit",
     }
-    logger.info(
-        "limit      %s. Losses are give or take %s", limits[best.limit], f"{forecaster.relative_error(best):.0%}"
-    )
+    limit = limits[best.limit]
+    if best.limit == "text" and best.tokens < MOST_EPOCHS * text.tokens:
+        limit = f"the {budget}, and the text for a larger model"
+    logger.info("limit      %s. Losses are give or take %s", limit, f"{forecaster.relative_error(best):.0%}")
 
 
 def name_of(size: Size) -> str:

@@ -125,7 +125,7 @@ class Report:
         device = strategy.device
         self._facts = {
             "date": date.today().isoformat(),
-            "config": config.run.config,
+            "config": redact(config.run.config),
             "device": device.chip,
             "precision": device.precision,
             "processes": self._processes.world_size,

@@ -328,6 +328,7 @@ def test_fine_tuning_starts_from_given_weights(shards, whole_run, tmp_path):
             2,
             "model.safetensors cannot be read .not UTF-8",
         ),
+        ({"dataset_name": "{tmp}/empty.txt"}, 2, "empty.txt: holds no text"),
         ({"init_from": "{tmp}"}, 2, "no model.safetensors"),
         ({"init_from": "{run}/step_00000020"}, 0, "\nweights    of .*step_00000020 at step 0\n"),
         ({"init_from": "{run}/step_00000020", "n_embd": 64}, 2, r"init_from .* has n_embd \d+ \(recipe: 64\)"),
@@ -340,12 +341,13 @@ def test_a_dry_run_for_other_devices_checks_the_inputs(
 ):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "short.bin").write_bytes(b"x")
+    (tmp_path / "empty.txt").touch()
     settings = TINY | {"dataset_name": shards, "output_dir": tmp_path / "run"} | fields
     argv = [flag.format(tmp=tmp_path, run=whole_run[0]) for flag in flags(**settings)]
     assert main([*argv, "--dry_run=h100"]) == code
     printed = capsys.readouterr()
     assert re.search(output, printed.err if code else printed.out), printed
-    assert [path.name for path in tmp_path.iterdir()] == ["short.bin"]
+    assert {path.name for path in tmp_path.iterdir()} == {"short.bin", "empty.txt"}
 
 
 @pytest.mark.parametrize(

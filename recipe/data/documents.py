@@ -34,8 +34,8 @@ LONGEST_PIECE = 1 << 20
 _SAFE_CUT = re.compile(r"\S(?=[ \n])")
 _BATCH_CHARS = 1 << 17  # characters that a thread tokenizes at once; more if one piece is longer
 _WAY_OUT = (
-    "is it complete, and is its text UTF-8? Unpack it, or convert it: iconv -f ENCODING -t UTF-8 FILE > NEW, where "
-    "ENCODING is often CP1252 or UTF-16, or with -c and UTF-8, which drops bad bytes"
+    "is it complete, and is its text UTF-8? Unpack it, or convert it: a PDF by pdftotext, text by iconv -f ENCODING "
+    "-t UTF-8 FILE > NEW, where ENCODING is often CP1252 or UTF-16, or with -c and UTF-8, which drops bad bytes"
 )
 _JSON_FORMAT = "expected one object per line, or in .json an array of objects"
 

@@ -112,7 +112,9 @@ def check_dataset(entry: MixtureEntry, batch: BatchPlan, steps: int) -> None:
         logger.info("data       %s, streamed into %s", text, data.dataset_name)
         Builder(data, readers=1).producer.source.newest()
     elif must_prepare(data):
-        next(Producer(data).source.pieces(), None)  # raises if the text cannot be read
+        source = Producer(data).source
+        if next(source.pieces(), None) is None:  # raises if the text cannot be read
+            raise UserError(f"{source}: holds no text")
         logger.info("data       %s, to be prepared as shards in %s", text, data.dataset_name)
     else:
         settings = data.sequence_length, -(-batch.sequences * entry.count // MIXTURE_PERIOD), 0

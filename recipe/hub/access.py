@@ -6,7 +6,7 @@ import re
 
 import huggingface_hub.constants
 from huggingface_hub import HfApi, ModelCard, ModelCardData
-from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from huggingface_hub.utils._http import default_client_factory  # the one that set_client_factory replaces
 
 from recipe.utils.download import within
@@ -57,7 +57,7 @@ def is_lasting(error: Exception) -> bool:
     """Whether a retry cannot help: the user made a mistake, or the Hub refuses the request."""
     if status := _status(error)[0]:
         return 400 <= status < 500 and status not in _TRANSIENT
-    return isinstance(error, UserError) or _is_bad_card(error)
+    return isinstance(error, UserError | HFValidationError) or _is_bad_card(error)
 
 
 def _status(error: Exception) -> tuple[int, str]:

@@ -76,7 +76,8 @@ def _check_config(config: Config, directory: str) -> None:
     if init_config.vocab_size != model.vocab_size:
         raise UserError(
             f"init_from {model.init_from} has {init_config.vocab_size:,} embeddings, and tokenizer {tokenizer.name} "
-            f"{model.vocab_size:,} tokens; set tokenizer to that of the weights, which need one embedding a token"
+            f"{model.vocab_size:,} tokens; set tokenizer to that of the weights, or cut or extend the embeddings with "
+            f"transformers: model.resize_token_embeddings({model.vocab_size})"
         )
     shapes = {k: getattr(init_config, k) for k in SHAPE_FIELDS}
     if mismatches := [f"{k} {v} (recipe: {getattr(model, k)})" for k, v in shapes.items() if v != getattr(model, k)]:

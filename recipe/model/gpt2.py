@@ -262,6 +262,8 @@ class GPT2LMHeadModel(nn.Module):
             raise UserError(f"{origin}: {plural(len(wrong), 'tensor')} of another model ({example})")
         if head is not None and not torch.equal(head, tensors["transformer.wte.weight"]):
             raise UserError(f"{origin}: its lm_head.weight is not its embedding; GPT-2's head is tied to it")
+        if damaged := next((name for name, tensor in tensors.items() if not tensor.isfinite().all()), ""):
+            raise UserError(f"{origin}: {damaged} has values that are NaN or infinite")
         self.load_state_dict(tensors)
 
 
@@ -274,7 +276,9 @@ def check_supported(config: GPT2Config) -> None:
 
 def read_config(directory: str) -> GPT2Config:
     """The configuration of a model. Raises UserError if there is no readable one."""
-    with reading(Path(directory) / "config.json", "name a model's directory, or a model on the Hub"):
+    with reading(path := Path(directory) / "config.json", "name a model's directory, or a model on the Hub"):
+        if (kind := json.loads(path.read_bytes()).get("model_type", "gpt2")) != "gpt2":
+            raise ValueError(f"a {kind} model, not a GPT-2")
         return GPT2Config.from_pretrained(directory)
 
 

@@ -293,6 +293,12 @@ def test_missing_write_access_is_reported_before_the_first_step(hub, run, capsys
     assert f"error: --repo {repo}: " in capsys.readouterr().err
 
 
+def test_a_name_that_the_hub_forbids_is_not_tried_again(hub, run, capsys):
+    with pytest.raises(UserError, match=r"hub_model_id acme/x\.git: .*Repo_id"):
+        access.check_access("acme/x.git", False, "mit", "hub_model_id")
+    assert push(run, repo="acme/x.git") == 2
+
+
 def test_nothing_goes_to_a_public_repository_against_hub_private_repo(hub, run, caplog, capsys):
     access.check_access(REPO, True, "mit", "hub_model_id")
     assert hub.models[REPO].private

@@ -1,5 +1,6 @@
 """The model against transformers': keys, logits, loss, gradients, an optimizer step, saved files; initial weights."""
 
+import math
 from functools import partial
 
 import pytest
@@ -168,6 +169,8 @@ def test_loads_openais_layout_and_names_what_does_not_fit(tmp_path):
         load(weights | {"h.7.ln_1.bias": torch.zeros(32)})
     with pytest.raises(UserError, match=problem + r"ln_f\.bias is \(33,\), \(32,\) in the recipe's model"):
         load(weights | {"ln_f.bias": torch.zeros(33)})
+    with pytest.raises(UserError, match=r"transformer\.ln_f\.bias has values that are NaN or infinite"):
+        load(weights | {"ln_f.bias": torch.full((32,), math.nan)})
     assert torch.equal(load(weights | {"lm_head.weight": weights["wte.weight"].clone()}).head_weight, model.head_weight)
     with pytest.raises(UserError, match=r"its lm_head\.weight is not its embedding"):
         load(weights | {"lm_head.weight": weights["wte.weight"] + 1})
@@ -178,6 +181,9 @@ def test_loads_openais_layout_and_names_what_does_not_fit(tmp_path):
         own_model(tmp_path)
     with pytest.raises(UserError, match=r"nowhere/config\.json cannot be read"):
         own_model(tmp_path / "nowhere")
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(UserError, match=r"config\.json cannot be read \(a llama model, not a GPT-2\)"):
+        own_model(tmp_path)
 
 
 @pytest.mark.parametrize(
