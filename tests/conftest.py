@@ -115,6 +115,11 @@ def flags(**fields) -> list[str]:
     return [f"--{name}={value}" for name, value in fields.items()]
 
 
+def tiny_flags(shards, run, **fields) -> list[str]:
+    """The flags of a tiny run on these shards, in the directory `run`."""
+    return flags(**TINY | {"dataset_name": shards, "output_dir": run} | fields)
+
+
 def launch(
     config: str,
     processes: int,
@@ -150,6 +155,12 @@ def ok(result: subprocess.CompletedProcess) -> subprocess.CompletedProcess:
     """The result of a program, which must have succeeded."""
     assert result.returncode == 0, result.stdout + result.stderr
     return result
+
+
+def refused(result: subprocess.CompletedProcess) -> str:
+    """The errors that a program has printed, which must have ended for a mistake of the user's."""
+    assert result.returncode == 2, result.stdout + result.stderr
+    return result.stderr
 
 
 def run_train(
@@ -205,8 +216,7 @@ def assert_equal_tensors(checkpoint: Path, expected: Path) -> None:
 
 def train(shards, run, processes=1, **fields):
     """Trains a tiny run in the directory `run`; returns its metrics by step and its output."""
-    settings = TINY | {"dataset_name": shards, "output_dir": run} | fields
-    result = ok(run_train(*flags(**settings), processes=processes))
+    result = ok(run_train(*tiny_flags(shards, run, **fields), processes=processes))
     return by_step(run), result.stdout
 
 

@@ -21,7 +21,7 @@ from recipe.monitor.metrics import sha256_before
 from recipe.utils.checkpoints import checkpoints
 from tests import processes as programs
 from tests.checkpoint import change_state, replace_files
-from tests.conftest import ROOT, SHAKESPEARE, TINY, environment, flags, forget_after, launch, metrics, ok, train
+from tests.conftest import ROOT, SHAKESPEARE, TINY, environment, forget_after, launch, metrics, ok, tiny_flags, train
 
 KEPT = {"save_steps": 5, "save_total_limit": 9, "logging_steps": 2, "sample_steps": 10}
 WEIGHT = "transformer.h.1.mlp.c_fc.weight"
@@ -341,8 +341,7 @@ def test_a_forgery_on_two_processes_is_found(shards, once, tmp_path, capsys, mon
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
 
     def make(run):
-        fields = flags(**TINY | KEPT | {"dataset_name": shards, "output_dir": run})
-        ok(launch(engine, 2, "recipe/train.py", *fields))
+        ok(launch(engine, 2, "recipe/train.py", *tiny_flags(shards, run, **KEPT)))
 
     run = shutil.copytree(once(f"audited {engine}", make)[0], tmp_path / "run")
     if forgery == "val_loss":

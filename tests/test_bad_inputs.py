@@ -24,14 +24,10 @@ from recipe.checkpoint.format import checkpoints, verify
 from recipe.config import DataConfig
 from recipe.data.prepare import prepare
 from tests import processes as programs
-from tests.conftest import ROOT, SHAKESPEARE, TINY, files_of_at_most, flags, run_train
+from tests.conftest import ROOT, SHAKESPEARE, TINY, files_of_at_most, flags, run_train, tiny_flags
 from tests.data import write_shard
 
 GOOD = np.arange(4000, dtype="<u2")
-
-
-def tiny(shards, run, **fields):
-    return flags(**(TINY | {"dataset_name": shards, "output_dir": run, "max_steps": 6} | fields))
 
 
 @pytest.fixture
@@ -78,7 +74,7 @@ class Sandbox:
 
     def train(self, dataset_name=None, **fields) -> list[str]:
         """Flags of a run on a data set, by default the intact shards."""
-        return tiny(dataset_name or self.shards, self.run, **fields)
+        return tiny_flags(dataset_name or self.shards, self.run, **{"max_steps": 6} | fields)
 
     def mixture(self, entries: str, **fields) -> list[str]:
         return self.train(f"[{entries}]", **fields)
@@ -343,7 +339,7 @@ def test_a_run_that_reaches_a_damaged_shard_saves_its_last_step(command, tmp_pat
     content = bytearray((data / "train_000001.bin").read_bytes())
     content[3000] ^= 1
     (data / "train_000001.bin").write_bytes(content)
-    code, _, err = command(tiny(data, run, max_steps=20, save_steps="end"))
+    code, _, err = command(tiny_flags(data, run, save_steps="end"))
     assert code == 2
     assert "train_000001.bin: its SHA-256 is" in err
     assert [path.name for path in checkpoints(run)] == ["step_00000007"]
@@ -411,6 +407,6 @@ def test_processes_that_would_train_alone_are_refused(shards, tmp_path):
 
     if torch.cuda.is_available():
         pytest.skip("needs a machine without a GPU")
-    error = refused(tiny(shards, tmp_path / "run"), {"ACCELERATE_USE_CPU": "false"})
+    error = refused(tiny_flags(shards, tmp_path / "run"), {"ACCELERATE_USE_CPU": "false"})
     assert "each would train alone" in error
     assert "ACCELERATE_USE_CPU=true" in error

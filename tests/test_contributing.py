@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from tests.conftest import ROOT, TINY, environment, flags, metrics, ok
+from tests.conftest import ROOT, environment, metrics, ok, tiny_flags
 
 GUIDE = (ROOT / "CONTRIBUTING.md").read_text()
 SECTIONS = {
@@ -35,7 +35,7 @@ def copy(tmp_path_factory):
 @pytest.fixture
 def call(copy, shards, tmp_path):
     """A function: title of a section -> what its command prints. A training run is tiny and goes into tmp_path/run."""
-    tiny = flags(**(TINY | {"dataset_name": shards, "output_dir": tmp_path / "run", "max_steps": 6, "save_steps": 3}))
+    tiny = tiny_flags(shards, tmp_path / "run", max_steps=6, save_steps=3)
 
     def run(title: str) -> str:
         (line,) = "".join(SECTIONS[title][1]).splitlines()

@@ -27,7 +27,7 @@ from eval.hellaswag import load_rows
 from recipe.best import parse_request
 from recipe.monitor.metrics import read_metrics
 from tests import processes as programs
-from tests.conftest import ROOT, SHAKESPEARE, TINY, environment, flags, ok
+from tests.conftest import ROOT, SHAKESPEARE, environment, ok, tiny_flags
 from tests.eval.conftest import local_tasks
 
 PAGES = {path: path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
@@ -176,8 +176,8 @@ def test_all_other_documented_commands_run(clone, commands):
 
 @pytest.mark.slow
 def test_make_train_trains_and_prints_a_sample(shards, tmp_path):
-    arguments = flags(**(TINY | {"dataset_name": shards, "output_dir": tmp_path / "run", "max_steps": 5}))
-    output = make("train", f"BIN={Path(sys.executable).parent}", f"ARGS={' '.join(arguments)}")
+    arguments = " ".join(tiny_flags(shards, tmp_path / "run", max_steps=5))
+    output = make("train", f"BIN={Path(sys.executable).parent}", f"ARGS={arguments}")
     assert "step_00000005: 1,635,744 parameters" in output  # the sampler's first line
 
 

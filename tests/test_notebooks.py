@@ -19,7 +19,7 @@ import pytest
 from recipe.config import parse_config
 from recipe.notebooks import session as module
 from tests.canary import WANDB_KEY
-from tests.conftest import ROOT, TINY, assert_equal_tensors, by_step, environment, flags, ok, run_train
+from tests.conftest import ROOT, TINY, assert_equal_tensors, by_step, environment, ok, run_train, tiny_flags
 from tests.hub import REPO, TOKEN, Hub
 
 NOTEBOOKS = {
@@ -214,8 +214,7 @@ def session(monkeypatch):
 
 def test_a_training_that_stops_at_max_hours_is_no_failure(session, shards, tmp_path):
     """The launcher replaces the training's exit code, 75, by 1, as it does for a failure."""
-    fields = {"dataset_name": shards, "output_dir": tmp_path / "run", "max_steps": 5_000, "save_steps": "end"}
-    training = run_train(*flags(**TINY | fields | {"max_hours": 2e-4}))
+    training = run_train(*tiny_flags(shards, tmp_path / "run", max_steps=5_000, save_steps="end", max_hours=2e-4))
     assert training.returncode == 75, training.stderr
     last_line = training.stdout.splitlines()[-1]
     assert last_line.startswith("stopped    before the end; the same command, without --fresh, continues")
@@ -321,6 +320,6 @@ def test_a_run_resumes_from_an_interrupted_copy(session, shards, whole_run, tmp_
     with pytest.raises(KeyboardInterrupt):
         session.copy_run(run, copy)
     assert (copy / "step_00000020" / "manifest.json").exists()
-    training = ok(run_train(*flags(**TINY, dropout=0.1, dataset_name=shards, output_dir=copy)))
+    training = ok(run_train(*tiny_flags(shards, copy, dropout=0.1)))
     assert "resume     from step 10" in training.stdout
     assert_equal_tensors(copy / "step_00000020", whole_run[0] / "step_00000020")

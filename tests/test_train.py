@@ -31,8 +31,10 @@ from tests.conftest import (
     forget_after,
     metrics,
     ok,
+    refused,
     run_train,
     tensors,
+    tiny_flags,
     train,
 )
 
@@ -111,9 +113,8 @@ def test_a_signal_stops_a_run_with_a_checkpoint_from_which_it_resumes_bit_for_bi
     """SIGINT, which is ignored when the process starts, as in background jobs of a shell and commands of make."""
     expected, lines, _ = whole_run
     run = tmp_path / "run"
-    settings = TINY | {"dataset_name": shards, "output_dir": run, "dropout": 0.1}
     process = subprocess.Popen(
-        [sys.executable, "recipe/train.py", *flags(**settings)],
+        [sys.executable, "recipe/train.py", *tiny_flags(shards, run, dropout=0.1)],
         cwd=ROOT,
         env=environment({"PYTHONUNBUFFERED": "1"}),
         stdout=subprocess.PIPE,
@@ -147,9 +148,8 @@ def test_a_resumed_run_keeps_no_file_of_a_checkpoint_open(shards, whole_run, tmp
         return summarize(*arguments)
 
     monkeypatch.setattr("recipe.train.summarize", look_and_summarize)
-    settings = TINY | {"dataset_name": shards, "output_dir": run, "dropout": 0.1}
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    assert main(flags(**settings)) == 0
+    assert main(tiny_flags(shards, run, dropout=0.1)) == 0
     assert kept == []
 
 
@@ -164,7 +164,7 @@ def test_a_save_that_cannot_read_the_curve_fails_alone(shards, tmp_path, monkeyp
 
     monkeypatch.setattr(MetricsLog, "text", text)
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    assert main(flags(**TINY | {"dataset_name": shards, "output_dir": tmp_path})) == 0
+    assert main(tiny_flags(shards, tmp_path)) == 0
     assert "step 10: NOT SAVED: Input/output error" in capsys.readouterr().out
     assert [path.name for path in checkpoints(tmp_path)] == ["step_00000020"]
 
@@ -187,8 +187,7 @@ with mock.patch("recipe.evaluation.Evaluator.validate", validate):
 
 def test_ctrl_c_in_the_first_validation_promises_no_checkpoint(shards, tmp_path):
     (tmp_path / "program.py").write_text(ENDLESS_VALIDATION)
-    fields = TINY | {"dataset_name": shards, "output_dir": tmp_path / "run"}
-    running = programs.Running(tmp_path / "program.py", *flags(**fields))
+    running = programs.Running(tmp_path / "program.py", *tiny_flags(shards, tmp_path / "run"))
     running.until("validating")
     running.send_signal(signal.SIGINT)
     assert running.wait(60) == 75
@@ -216,8 +215,7 @@ def test_a_complete_run_stays_as_it_is_and_fresh_moves_it_aside(shards, short_ru
     lines, _ = train(shards, run, max_steps=6, fresh="true")
     assert losses(lines) == losses(by_step(short_run))
     assert (tmp_path / "run.old-1" / "step_00000006").is_dir()
-    settings = TINY | {"dataset_name": tmp_path / "mistyped", "output_dir": run, "fresh": "true"}
-    assert run_train(*flags(**settings)).returncode == 2
+    refused(run_train(*tiny_flags(tmp_path / "mistyped", run, fresh="true")))
     assert (run / "step_00000006").is_dir(), "an error in the command moves nothing"
     assert not (tmp_path / "run.old-2").exists()
 
@@ -237,7 +235,7 @@ def test_a_resume_after_a_change_of_the_code_says_so(shards, short_run, tmp_path
     manifest["files"]["trainer_state.json"] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
     manifest_path.write_text(json.dumps(manifest))
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    assert main(flags(**TINY | {"dataset_name": shards, "output_dir": run, "max_steps": 8})) == 0
+    assert main(tiny_flags(shards, run, max_steps=8)) == 0
     note = f"code       has changed since step 6 was saved (commit {commit}, then {commit})\n"
     assert note in capsys.readouterr().out
 
@@ -273,11 +271,11 @@ def test_bf16_gradient_checkpointing_and_chunks_follow_the_fp32_curve(shards, sh
 
 def test_a_compiled_run_resumes_bit_for_bit(shards, tmp_path):
     """With two threads, which add to the same rows of the embedding's gradient."""
-    settings = {"torch_compile": "true", "max_steps": 8, "save_steps": 4, "eval_steps": "end", "dataset_name": shards}
-    settings = TINY | settings | {"n_layer": 1, "total_batch_tokens": 512, "micro_batch_size": 32}
+    settings = {"torch_compile": "true", "max_steps": 8, "save_steps": 4, "eval_steps": "end"}
+    settings |= {"n_layer": 1, "total_batch_tokens": 512, "micro_batch_size": 32}
 
     def output_of(run) -> str:
-        return ok(run_train(*flags(**settings, output_dir=run), env={"OMP_NUM_THREADS": "2"})).stdout
+        return ok(run_train(*tiny_flags(shards, run, **settings), env={"OMP_NUM_THREADS": "2"})).stdout
 
     run = tmp_path / "run"
     output_of(run)
@@ -293,9 +291,10 @@ def test_compiling_changes_neither_the_numbers_nor_the_names(shards, tmp_path, g
     settings = {"max_steps": 4, "warmup_steps": 1, "eval_steps": 2, "n_layer": 1}
     settings |= {"gradient_checkpointing": gradient_checkpointing}
     eager, _ = train(shards, tmp_path / "eager", **settings)
-    settings |= {"dataset_name": shards, "output_dir": tmp_path / "compiled", "torch_compile": "true"}
-    settings |= {"loss_chunk_size": 100, "hellaswag_steps": 2, "hellaswag_limit": 20, "sample_steps": 2}
-    result = ok(run_train(*flags(**TINY | settings), env={"TORCH_LOGS": "recompiles"}))
+    settings |= {"torch_compile": "true", "loss_chunk_size": 100}
+    settings |= {"hellaswag_steps": 2, "hellaswag_limit": 20, "sample_steps": 2}
+    command = tiny_flags(shards, tmp_path / "compiled", **settings)
+    result = ok(run_train(*command, env={"TORCH_LOGS": "recompiles"}))
     # Training is one program, and validation, which needs no gradients, another; other evaluations compile none.
     reasons = re.findall(r"- \d+/\d+: (.+)", result.stdout + result.stderr)
     assert {reason.strip() for reason in reasons} == {"GLOBAL_STATE changed: grad_mode"}
@@ -342,8 +341,7 @@ def test_a_dry_run_for_other_devices_checks_the_inputs(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "short.bin").write_bytes(b"x")
     (tmp_path / "empty.txt").touch()
-    settings = TINY | {"dataset_name": shards, "output_dir": tmp_path / "run"} | fields
-    argv = [flag.format(tmp=tmp_path, run=whole_run[0]) for flag in flags(**settings)]
+    argv = [f.format(tmp=tmp_path, run=whole_run[0]) for f in tiny_flags(shards, tmp_path / "run", **fields)]
     assert main([*argv, "--dry_run=h100"]) == code
     printed = capsys.readouterr()
     assert re.search(output, printed.err if code else printed.out), printed
@@ -362,7 +360,7 @@ def test_a_dry_run_for_other_devices_checks_the_inputs(
 def test_a_dry_run_prints_from_where_the_run_would_continue(shards, whole_run, fields, code, output):
     run = whole_run[0]
     metrics = (run / "metrics.jsonl").read_bytes()
-    result = run_train(*flags(**TINY | {"dataset_name": shards, "output_dir": run} | fields), "--dry_run")
+    result = run_train(*tiny_flags(shards, run, **fields), "--dry_run")
     assert result.returncode == code
     assert re.search(output, result.stderr if code else result.stdout)
     assert (run / "metrics.jsonl").read_bytes() == metrics

@@ -24,7 +24,7 @@ from recipe.data.tokenizer import open_tokenizer
 from recipe.hub.model_card import model_card
 from recipe.utils.errors import UserError
 from tests import processes
-from tests.conftest import ROOT, SHAKESPEARE, TINY, by_step, flags, ok, run_train
+from tests.conftest import ROOT, SHAKESPEARE, TINY, by_step, flags, ok, refused, run_train
 from tests.data import TEXT, data_of, tokens_in
 
 VOCABULARY, END = 600, "<|done|>"
@@ -187,19 +187,17 @@ def test_a_run_or_shards_of_another_tokenizer_are_refused(trained_run, tmp_path)
     other = save(train_tokenizer(VOCABULARY - 1), tmp_path / "other")
     (data,) = (root / "data").iterdir()
 
-    def refused(**fields):
-        result = run_train(*run_flags(root, max_steps=24, **fields), cwd=root)
-        assert result.returncode == 2, result.stdout + result.stderr
-        return result.stderr
+    def error(**fields):
+        return refused(run_train(*run_flags(root, max_steps=24, **fields), cwd=root))
 
     similar = changed_copy(root / "own", tmp_path / "similar", CHANGES["merge_removed"])
-    assert "run with other settings: tokenizer own -> similar; restore those" in refused(tokenizer=similar)
+    assert "run with other settings: tokenizer own -> similar; restore those" in error(tokenizer=similar)
     namesake = changed_copy(root / "own", tmp_path / "else" / "own", CHANGES["merge_removed"])
-    assert "tokenizer own -> another of that name; restore those" in refused(tokenizer=namesake)
-    message = refused(tokenizer=other, output_dir=tmp_path / "run", dataset_name=data)
+    assert "tokenizer own -> another of that name; restore those" in error(tokenizer=namesake)
+    message = error(tokenizer=other, output_dir=tmp_path / "run", dataset_name=data)
     assert f"{data} holds shards of another tokenizer" in message
     files = f"{data}/train_*.bin"
-    message = refused(tokenizer=similar, output_dir=tmp_path / "run", dataset_name=files, val_data=f"{data}/val_*.bin")
+    message = error(tokenizer=similar, output_dir=tmp_path / "run", dataset_name=files, val_data=f"{data}/val_*.bin")
     assert f"{files} holds shards of another tokenizer" in message
     copies = shutil.copytree(data, tmp_path / "a" / "data").parent
     (copies / "data" / "manifest.json").write_text('{"by": "another program"}')
@@ -209,7 +207,7 @@ def test_a_run_or_shards_of_another_tokenizer_are_refused(trained_run, tmp_path)
     files = f"{copies}/*/train_*.bin"  # in two directories, of which the second has a manifest
     with pytest.raises(UserError, match="holds shards of another tokenizer"):
         check_tokenizer(files, find_shards(files, "train"), open_tokenizer(similar))
-    message = refused(tokenizer=other, output_dir=tmp_path / "run", dataset_name=data, train_text=root / "text.txt")
+    message = error(tokenizer=other, output_dir=tmp_path / "run", dataset_name=data, train_text=root / "text.txt")
     assert "holds shards of another text or with other settings: tokenizer was" in message
 
 
@@ -227,10 +225,9 @@ def test_weights_of_another_vocabulary_are_refused(trained_run, tmp_path):
         return run_train(*run_flags(root, **paths), *options, cwd=tmp_path)
 
     for tokenizer in (similar, "gpt2"):
-        result = start(tokenizer, checkpoint)
-        assert result.returncode == 2, result.stdout + result.stderr
-        assert f"init_from {checkpoint} was trained with another tokenizer than " in result.stderr
-        assert f"; add --tokenizer {checkpoint}" in result.stderr
+        error = refused(start(tokenizer, checkpoint))
+        assert f"init_from {checkpoint} was trained with another tokenizer than " in error
+        assert f"; add --tokenizer {checkpoint}" in error
         assert not (tmp_path / "data").exists()  # nothing was tokenized
     padded = shutil.copytree(exported, tmp_path / "padded")
     GPT2Config(n_layer=2, n_head=2, n_embd=32, n_positions=64, vocab_size=50_304).save_pretrained(padded)

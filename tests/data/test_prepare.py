@@ -27,7 +27,7 @@ from recipe.data.tokenizer import encoding, open_tokenizer
 from recipe.utils.errors import UserError
 from recipe.utils.log import set_up_logging
 from tests import processes
-from tests.conftest import ROOT, TINY, by_step, flags, launch, ok
+from tests.conftest import ROOT, by_step, flags, launch, ok, tiny_flags
 from tests.data import DOCUMENTS, TEXT, contents, data_of, tokens_in, tokens_of, write_jsonl, write_tokens
 
 
@@ -517,6 +517,6 @@ def test_other_processes_wait_for_a_text_longer_than_for_a_collective_call(tmp_p
     """The main process prepares it for 30 s, and a collective call times out after 15 s (by default, 40 minutes)."""
     (tmp_path / "d.txt").write_text(TEXT)
     (tmp_path / "train.py").write_text(f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n{SLOW}")
-    run = TINY | {"max_steps": 2, "warmup_steps": 1, "dataset_name": tmp_path / "d.txt", "output_dir": tmp_path / "run"}
-    ok(launch("ddp", 2, tmp_path / "train.py", *flags(**run), cwd=tmp_path))
+    command = tiny_flags(tmp_path / "d.txt", tmp_path / "run", max_steps=2, warmup_steps=1)
+    ok(launch("ddp", 2, tmp_path / "train.py", *command, cwd=tmp_path))
     assert by_step(tmp_path / "run")[2]["val_loss"] > 0

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from recipe.data.shards import Manifest
-from tests.conftest import ROOT, TINY, flags, metrics, ok, run_train
+from tests.conftest import ROOT, metrics, train
 from tests.data import write_tokens
 from tests.data.streams import BATCH, DOCUMENTS, assert_rows, budget, config_of, dataset_of, streaming
 from tests.hub import Fault, Hub
@@ -151,20 +151,17 @@ def losses(run):
 def test_a_streamed_run_has_the_losses_of_a_run_on_prepared_shards(prepared, tmp_path):
     """Also if it is stopped in the middle of a shard and resumed with two processes on an empty disk."""
     stop, steps = 12, 24
-    tiny = TINY | {"total_batch_tokens": 256, "max_steps": steps, "save_steps": stop, "eval_steps": stop}
+    tiny = {"total_batch_tokens": 256, "max_steps": steps, "save_steps": stop, "eval_steps": stop}
     sizes = {"val_documents": 20, "shard_tokens": 8000}
     streamed = sizes | {"train_text": prepared.text, "streaming": "true", "disk_budget_gb": budget(prepared, 2)}
 
-    def train(run, processes=1, **fields):
-        result = ok(run_train(*flags(**tiny | {"output_dir": tmp_path / run} | fields), processes=processes))
-        return result.stdout
-
-    train("prepared", dataset_name=prepared.out, train_text=prepared.text, **sizes)
-    assert "data       streaming" in train("streamed", dataset_name=tmp_path / "s", **streamed)
+    train(prepared.out, tmp_path / "prepared", train_text=prepared.text, **tiny, **sizes)
+    assert "data       streaming" in train(tmp_path / "s", tmp_path / "streamed", **tiny, **streamed)[1]
     expected = losses(tmp_path / "prepared")
     assert losses(tmp_path / "streamed") == expected
     shutil.rmtree(tmp_path / "streamed" / f"step_{steps:08d}")
-    assert f"resume     from step {stop}" in train("streamed", 2, dataset_name=tmp_path / "e", **streamed)
+    _, output = train(tmp_path / "e", tmp_path / "streamed", processes=2, **tiny, **streamed)
+    assert f"resume     from step {stop}" in output
     for line, expected_line in zip(losses(tmp_path / "streamed"), expected, strict=True):
         assert line == (expected_line[0], *(pytest.approx(number, abs=1e-5) for number in expected_line[1:]))
     for directory in ("s", "e"):  # deleted once it was passed; never made, since the resumed run does not need it

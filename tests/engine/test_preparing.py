@@ -6,7 +6,7 @@ import time
 import pytest
 
 from tests import processes as programs
-from tests.conftest import TINY, flags
+from tests.conftest import tiny_flags
 
 PROGRAM = """
 import sys, time
@@ -30,8 +30,8 @@ def start(tmp_path):
     def start(body: str) -> programs.Running:
         (tmp_path / "program.py").write_text(PROGRAM.format(body=body))
         (tmp_path / "my.txt").write_text("To be, or not to be.\n")
-        fields = TINY | {"dataset_name": tmp_path / "my.txt", "output_dir": tmp_path / "run", "total_batch_tokens": 192}
-        return programs.Running(tmp_path / "program.py", *flags(**fields), cwd=tmp_path, processes=3)
+        fields = tiny_flags(tmp_path / "my.txt", tmp_path / "run", total_batch_tokens=192)
+        return programs.Running(tmp_path / "program.py", *fields, cwd=tmp_path, processes=3)
 
     return start
 

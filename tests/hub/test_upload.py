@@ -22,7 +22,7 @@ from recipe.utils.errors import UserError
 from recipe.utils.processes import Processes
 from tests import processes
 from tests.checkpoint import replace_files
-from tests.conftest import TINY, by_step, flags, ok
+from tests.conftest import TINY, by_step, flags, ok, refused, run_train, tiny_flags
 from tests.hub import REPO, TOKEN, Fault, Hub
 from tests.hub.conftest import change
 from tests.hub.server import Model
@@ -59,8 +59,7 @@ def push(run: Path, *options: str, repo: str = REPO) -> int:
 
 def train(hub: Hub, shards: Path, run: Path, **fields):
     """The run of the fixture whole_run, with uploads."""
-    settings = TINY | PUSH | {"dropout": 0.1, "dataset_name": shards, "output_dir": run} | fields
-    return processes.run("recipe/train.py", *flags(**settings), env=hub.environment)
+    return run_train(*tiny_flags(shards, run, **PUSH, dropout=0.1, **fields), env=hub.environment)
 
 
 def losses(run: Path) -> dict[int, tuple]:
@@ -264,11 +263,10 @@ def test_a_push_updates_the_card_unless_no_card_is_set(hub, run, capsys):
 
 
 def test_a_refused_license_stops_a_run_before_its_first_step_and_a_push(hub, run, shards, tmp_path, capsys):
-    result = train(hub, shards, tmp_path / "new", hub_license="mine")
-    assert result.returncode == 2
+    error = refused(train(hub, shards, tmp_path / "new", hub_license="mine"))
     assert not (tmp_path / "new" / "metrics.jsonl").exists()
     assert push(run, "--license", "mine") == 2
-    for message in (result.stderr, capsys.readouterr().err):
+    for message in (error, capsys.readouterr().err):
         assert "the Hub refuses the model card" in message
         assert "hub_license, or a push's --license" in message
     assert uploads_of(run, license="mine").wait() == 2  # the Hub accepted it at the start
