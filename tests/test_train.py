@@ -1,7 +1,6 @@
 """Whole runs of recipe/train.py: golden losses, resuming, world sizes, what a run prints and writes."""
 
 import errno
-import hashlib
 import json
 import re
 import shutil
@@ -22,6 +21,7 @@ from recipe.monitor.summary import summarize
 from recipe.train import main
 from tests import processes as programs
 from tests.conftest import (
+from tests.checkpoint import change_state
     ROOT,
     TINY,
     assert_equal_tensors,
@@ -220,23 +220,20 @@ def test_a_complete_run_stays_as_it_is_and_fresh_moves_it_aside(shards, short_ru
     assert not (tmp_path / "run.old-2").exists()
 
 
-@pytest.mark.parametrize("saved", ["0123456789", None])
+@pytest.mark.parametrize("saved", [{"code": "0123456789"}, {}])
 def test_a_resume_after_a_change_of_the_code_says_so(shards, short_run, tmp_path, monkeypatch, capsys, saved):
     """Half of the run would have another model, for example. An older checkpoint does not name its code at all."""
-    run = shutil.copytree(short_run, tmp_path / "run")
-    state_path, manifest_path = ((run / "step_00000006" / f"{name}.json") for name in ("trainer_state", "manifest"))
-    state, manifest = (json.loads(path.read_text()) for path in (state_path, manifest_path))
-    commit = state["about"][-1]["commit"]
-    state["about"][-1]["code"] = saved
-    state_path.write_text(
-        json.dumps({**state, "about": [{k: v for k, v in state["about"][-1].items() if v is not None}]})
-    )
-    content = state_path.read_bytes()
-    manifest["files"]["trainer_state.json"] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    manifest_path.write_text(json.dumps(manifest))
+    run, commits = shutil.copytree(short_run, tmp_path / "run"), []
+
+    def change(state: dict) -> None:
+        commits.append(state["about"][-1]["commit"])
+        del state["about"][-1]["code"]
+        state["about"][-1] |= saved
+
+    change_state(run / "step_00000006", change)
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     assert main(tiny_flags(shards, run, max_steps=8)) == 0
-    note = f"code       has changed since step 6 was saved (commit {commit}, then {commit})\n"
+    note = f"code       has changed since step 6 was saved (commit {commits[0]}, then {commits[0]})\n"
     assert note in capsys.readouterr().out
 
 
