@@ -16,13 +16,10 @@ from recipe.checkpoint.format import checkpoints, protect, prune, step_of
 from recipe.checkpoint.manager import CheckpointManager
 from recipe.checkpoint.run_dir import run_directory
 from recipe.config import parse_config
-from recipe.engine.device import Device
-from recipe.engine.runtime import Runtime
-from recipe.engine.strategy import Strategy
 from recipe.utils.errors import Lasting
-from recipe.utils.processes import Processes
 from tests.checkpoint import save
 from tests.conftest import tensors
+from tests.engine import cpu_strategy
 
 
 class Run:
@@ -34,7 +31,7 @@ class Run:
         self.metrics = SimpleNamespace(warning="", paused=lambda activity: nullcontext())
         self.metrics.state_dict = lambda: {"unwritten": self.metrics.unwritten}
         self.metrics.sync = lambda step: self.synced.append(step) or "a" * 64
-        strategy = Strategy(Device("cpu", "CPU", "fp32"), Runtime(Processes()))
+        strategy = cpu_strategy()
         strategy.gather = self._gather
         config = parse_config([f"--output_dir={directory}", "--save_total_limit=1", "--lr_scheduler_type=linear"])
         model = SimpleNamespace(config=SimpleNamespace(n_positions=64))

@@ -8,11 +8,9 @@ import torch
 from huggingface_hub import JobHardware
 
 from recipe.engine import hardware
-from recipe.engine.device import Device
-from recipe.engine.runtime import Runtime
-from recipe.engine.strategy import Strategy
 from recipe.utils.errors import UserError
 from recipe.utils.processes import Processes
+from tests.engine import cpu_strategy
 
 
 @pytest.fixture
@@ -183,8 +181,7 @@ def test_a_deterministic_run_is_compiled_by_torch_2_9_too(monkeypatch):
 
 def test_dropout_differs_between_seeds_steps_and_processes_and_is_repeatable():
     def mask(seed: int, step: int, rank: int) -> tuple:
-        device = Device("cpu", "CPU", "fp32", torch.device("cpu"))
-        Strategy(device, Runtime(Processes(rank=rank, world_size=2))).seed_dropout(seed, step)
+        cpu_strategy(processes=Processes(rank=rank, world_size=2)).seed_dropout(seed, step)
         return tuple(torch.rand(4).tolist())
 
     cases = [(seed, step, rank) for seed in (1, 2) for step in (0, 1, 7) for rank in (0, 1)]

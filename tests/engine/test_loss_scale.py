@@ -7,10 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from recipe.engine.device import Device
-from recipe.engine.runtime import Runtime
-from recipe.engine.strategy import Strategy
-from recipe.utils.processes import Processes
+from tests.engine import cpu_strategy
 
 WINDOW = 4  # finite steps before it doubles
 
@@ -78,7 +75,7 @@ def test_a_second_run_of_a_process_starts_with_the_first_loss_scale():
     """`make best` trains several on a T4, and an audit replays its run in a process of its own."""
     first = Torch()
     accelerator = SimpleNamespace(scaler=torch.amp.GradScaler("cpu"), free_memory=lambda: None)
-    strategy = Strategy(Device("cpu", "CPU", "fp16", torch.device("cpu")), Runtime(Processes()), accelerator)
+    strategy = cpu_strategy(accelerator, precision="fp16")
     first.scaler = strategy.grad_scaler
     before = first.scaler.state_dict()
     first.scaler.scale(torch.ones(1))

@@ -10,14 +10,12 @@ import torch
 
 from recipe.config import parse_config
 from recipe.engine.device import Device
-from recipe.engine.runtime import Runtime
-from recipe.engine.strategy import Strategy
 from recipe.estimate.memory import flops_per_token
 from recipe.monitor.metrics import Metrics, MetricsLog, RunningLoss
 from recipe.utils.checkpoints import read_metrics
 from recipe.utils.errors import UserError
-from recipe.utils.processes import Processes
 from tests.conftest import files_of_at_most, flags
+from tests.engine import cpu_strategy
 
 
 def steps_in(path) -> list[int]:
@@ -96,8 +94,7 @@ def test_a_record_holds_what_its_step_read_and_its_evaluations_also_after_a_resu
     tokens, clock = config.optimizer.total_batch_tokens, SimpleNamespace(seconds=100.0)
     monkeypatch.setattr("time.perf_counter", lambda: clock.seconds)
     monkeypatch.setattr(Device, "counters", lambda self: {"peak_memory_bytes": 7})
-    device = Device("cpu", "CPU", "fp32", torch.device("cpu"), peak_flops=1e6)
-    strategy, batches = Strategy(device, Runtime(Processes())), SimpleNamespace(waited=lambda: 0.5)
+    strategy, batches = cpu_strategy(peak_flops=1e6), SimpleNamespace(waited=lambda: 0.5)
     strategy.spike_filter = SimpleNamespace(check=lambda step: 2)
 
     with Metrics(config, strategy, batches, 0) as metrics:

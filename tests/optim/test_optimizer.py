@@ -7,14 +7,11 @@ import torch
 from transformers import GPT2Config
 
 from recipe.config import BatchPlan, OptimizerConfig
-from recipe.engine.device import Device
-from recipe.engine.runtime import Runtime
-from recipe.engine.strategy import Strategy
 from recipe.model.gpt2 import GPT2LMHeadModel
 from recipe.optim.optimizer import gradient_norm, load_named_state, make_optimizer, named_state
 from recipe.optim.schedule import set_lr
-from recipe.utils.processes import Processes
 from tests.conftest import EQUAL, by_step, flags, launch, ok, train
+from tests.engine import cpu_strategy
 
 
 def tiny_model(seed: int = 0) -> GPT2LMHeadModel:
@@ -71,7 +68,7 @@ def test_an_update_is_clip_grad_norm_and_a_step(optim, max_norm):
     model, expected_model = tiny_model(), tiny_model()
     optimizer, expected_optimizer = (make_optimizer(m, config, fused=True) for m in (model, expected_model))
     accelerator = SimpleNamespace(scaler=None, prepare=lambda model: model)
-    strategy = Strategy(Device("cpu", "CPU", "fp32", torch.device("cpu")), Runtime(Processes()), accelerator)
+    strategy = cpu_strategy(accelerator)
     strategy.prepare(model, optimizer, BatchPlan(sequences=1, world_size=1, micro=1, accumulation=1), config)
     norm, skipped = strategy.update(model, optimizer, torch.zeros(()))
     expected_norm = torch.nn.utils.clip_grad_norm_(expected_model.parameters(), max_norm or float("inf"))

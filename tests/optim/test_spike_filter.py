@@ -8,12 +8,9 @@ import pytest
 import torch
 
 from recipe.config import BatchPlan, OptimizerConfig
-from recipe.engine.device import Device
-from recipe.engine.runtime import Runtime
-from recipe.engine.strategy import Strategy
 from recipe.optim.spike_filter import SpikeFilter
 from recipe.utils.errors import Lasting
-from recipe.utils.processes import Processes
+from tests.engine import cpu_strategy
 
 CPU = torch.device("cpu")
 
@@ -88,7 +85,7 @@ def test_a_skipped_step_changes_neither_weights_nor_optimizer_state(scaled):
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0) if scaled else None
     spike_filter = SimpleNamespace(limits={})
     accelerator = SimpleNamespace(scaler=scaler, prepare=lambda model: model)
-    strategy = Strategy(Device("cpu", "CPU", "fp32", CPU), Runtime(Processes()), accelerator)
+    strategy = cpu_strategy(accelerator)
     strategy.prepare(model, optimizer, BatchPlan(2, 1, 2, 1), OptimizerConfig())
     strategy.spike_filter = spike_filter
 
