@@ -100,29 +100,31 @@ def test_its_recipe_is_trained_like_any_other_and_the_same_command_continues_the
     assert "is for something else; give another --run_name" in error
 
 
-def fake_measurements(monkeypatch, speed: float, overhead: float = 0.0) -> None:
-    """Gives the search the speed of a small size in tokens/s, the losses that the law predicts, and the seconds that
-    the last trial takes beside its training."""
+def fake_measurements(monkeypatch, speed: float) -> None:
+    """Gives the search the speed of a small size in tokens/s, and the losses that the law predicts."""
 
     def measure_speed(forecaster, *_):
         forecaster.rates[forecaster.flops((4, 128))] = speed
 
     def measure_loss(forecaster, forecast, seconds, flags):
         forecaster.losses.append(2 * (best.law(forecast.size, speed * seconds),))
-        return overhead
+        return 0.0  # seconds that the last trial takes beside its training
 
     monkeypatch.setattr(best, "measure_speed", measure_speed)
     monkeypatch.setattr(best, "measure_loss", measure_loss)
 
 
-def fake_runs(monkeypatch, speed) -> None:
-    """Lets every run of the search end at once, at `speed(size, batch)` tokens/s."""
+def fake_runs(monkeypatch, speed) -> list[bool]:
+    """Lets every run of the search end at once, at `speed(size, batch)` tokens/s; returns whether each was compiled."""
+    compiled_runs = []
 
     def train_and_delete(strategy, fields, flags):
+        compiled_runs.append(forecast.config_of(fields, *flags).run.torch_compile)
         rate = speed((fields["n_layer"][0], fields["n_embd"][0]), fields["total_batch_tokens"][0])
         return [{"step": 10, "tokens": 1e6, "seconds": 1.0, "val_loss": 5.0, "tokens_per_second": rate}]
 
     monkeypatch.setattr(best, "train_and_delete", train_and_delete)
+    return compiled_runs
 
 
 CASES = [(6_000, "train_hours"), (7_500, "train_hours"), (100_000, "max_steps")]
@@ -175,13 +177,6 @@ def test_more_time_never_makes_a_smaller_model(device, rate, monkeypatch):
     assert len({best.size for best in bests}) > 3
 
 
-@pytest.mark.parametrize(("tokens", "name"), [("1e9", "1e9"), ("2.5e10", "2.5e10"), ("300000", "300000")])
-def test_a_run_is_named_after_its_number_of_tokens(tokens, name, call_here):
-    """A billion was once named 1e-09."""
-    printed = ok(call_here("--text", "text.txt", "--tokens", tokens, "--print_run")).stdout
-    assert printed == f"runs/text-{name}-tokens\n"
-
-
 def test_more_time_is_not_said_to_make_a_larger_model_than_the_largest(call_here):
     argv = ["--text", "fineweb", "--device", "8xh100"]
     assert "limit      the time; with more, a larger model." in ok(call_here(*argv, "--hours", "1")).stdout
@@ -215,13 +210,7 @@ def test_the_speed_is_measured_with_the_batch_of_the_recipe(monkeypatch):
 @pytest.mark.parametrize(("argv", "compiled"), [([], True), (["--torch_compile", "false"], False)])
 def test_the_speed_is_measured_compiled_unless_the_user_says_otherwise(argv, compiled, monkeypatch, call_here):
     """Where the compiler is broken, the search would end in its error."""
-    compiled_runs = []
-
-    def train_and_delete(strategy, fields, flags):
-        compiled_runs.append(forecast.config_of(fields, *flags).run.torch_compile)
-        return [{"step": 10, "tokens": 1e6, "seconds": 1.0, "val_loss": 5.0, "tokens_per_second": 1e5}]
-
-    monkeypatch.setattr(best, "train_and_delete", train_and_delete)
+    compiled_runs = fake_runs(monkeypatch, lambda size, batch: 1e5)
     ok(call_here("--text", SHAKESPEARE, "--hours", "2", "--dry_run", *argv))
     assert set(compiled_runs[:-2]) == {compiled}, "before the two trials"
 
@@ -234,12 +223,6 @@ def test_a_loss_below_zero_is_not_forecast(call_here, monkeypatch):
     result = ok(call_here("--text", "text.txt", "--hours", "0.05", "--dry_run"))
     assert re.search(r"^best +\d layers, \d+ wide: loss 0.000 \(0.00 bits", result.stdout, re.MULTILINE), result.stdout
     assert "loss -" not in result.stdout
-
-
-def test_a_search_that_takes_all_of_the_time_says_so(call_here, monkeypatch):
-    fake_measurements(monkeypatch, speed=1, overhead=200)
-    result = call_here("--text", "text.txt", "--hours", "0.05")
-    assert (result.returncode, "has taken all of the time; give more --hours" in result.stderr) == (2, True)
 
 
 def test_a_trial_is_neither_uploaded_nor_tracked_nor_scored_and_can_be_stopped(call_here, monkeypatch):
@@ -280,10 +263,9 @@ def test_of_two_searches_for_one_run_the_second_ends_before_it_measures_anything
 
     monkeypatch.setattr(best, "try_sizes", search_again)
     monkeypatch.setattr("recipe.checkpoint.run_dir.LOCK_TIMEOUT_S", 0.1)
-    first = call_here(*argv)
-    assert "has taken all of the time" in first.stderr
-    assert [second.returncode for second in seconds] == [2]
-    assert "runs/text-0.1h: another run writes there (process " in seconds[0].stderr
+    assert "has taken all of the time; give more --hours" in refused(call_here(*argv))
+    (second,) = seconds
+    assert "runs/text-0.1h: another run writes there (process " in refused(second)
 
 
 @pytest.mark.slow
@@ -401,9 +383,12 @@ def test_a_recipe_does_not_name_the_home_directory(tmp_path, call_here, monkeypa
     assert "recipe.yaml is there" in ok(call_here(*argv)).stdout
 
 
-def test_print_run_prints_the_directory_of_the_run(call_here):
-    """The Makefile samples from it: another run may be newer."""
-    assert call_here("--text", "a/my text.txt", "--hours", "2", "--print_run").stdout == "runs/my-text-2h\n"
+@pytest.mark.parametrize(
+    ("length", "name"), [("--hours=2", "2h"), ("--tokens=1e9", "1e9-tokens"), ("--tokens=300000", "300000-tokens")]
+)
+def test_print_run_prints_the_directory_of_the_run_after_its_length(length, name, call_here):
+    """The Makefile samples from it: another run may be newer. A billion was once named 1e-09."""
+    assert call_here("--text", "a/my text.txt", length, "--print_run").stdout == f"runs/my-text-{name}\n"
 
 
 @pytest.mark.parametrize(
