@@ -149,17 +149,12 @@ def test_published_losses_are_not_shown_beside_those_of_other_tokens(trained_run
 # Changes of tokenizer.json and tokenizer_config.json that change the tokens of some text
 CHANGES = {
     "merge_removed": lambda definition, config: definition["model"]["merges"].pop(20),
+    "letters_swapped": lambda definition, config: (ids := definition["model"]["vocab"]).update(a=ids["b"], b=ids["a"]),
     "nfkc": lambda definition, config: definition.update(normalizer={"type": "NFKC"}),
     "no_regex": lambda definition, config: definition["pre_tokenizer"].update(use_regex=False),
     # Other classes than this one take it from tokenizer.json.
     "prefix_space": lambda definition, config: config.update(tokenizer_class="GPT2Tokenizer", add_prefix_space=True),
 }
-
-
-def permute_tokens(definition: dict, config: dict) -> None:
-    """Exchanges the ids of two letters, which keeps the size."""
-    vocabulary = definition["model"]["vocab"]
-    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
 
 
 def changed_copy(source, directory, change=lambda definition, config: None) -> str:
@@ -215,7 +210,7 @@ def test_weights_of_another_vocabulary_are_refused(trained_run, tmp_path):
     """Of the same size or not; GPT-2's is the same by any name and from any directory."""
     root, _ = trained_run
     checkpoint, exported = root / "run" / "step_00000020", tmp_path / "exported"
-    similar = changed_copy(root / "own", tmp_path / "similar", permute_tokens)
+    similar = changed_copy(root / "own", tmp_path / "similar", CHANGES["letters_swapped"])  # of the same size
     GPT2Config(n_layer=2, n_head=2, n_embd=32, n_positions=64).save_pretrained(exported)
     open_tokenizer("gpt2").save(exported, 64)
     (exported / "model.safetensors").touch()
