@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from recipe.checkpoint.format import checkpoints
+from recipe.data.tokenizer import encode
 from recipe.monitor.metrics import MetricsLog
 from recipe.monitor.summary import summarize
 from recipe.train import main
@@ -23,6 +24,7 @@ from tests import processes as programs
 from tests.conftest import (
 from tests.checkpoint import change_state
     ROOT,
+    SHAKESPEARE,
     TINY,
     assert_equal_tensors,
     by_step,
@@ -83,8 +85,11 @@ def test_the_checkpoint_is_a_transformers_model_with_its_tokenizer(whole_run):
     assert not any(info[k] for k in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert "lm_head.weight" not in load_file(checkpoint / "model.safetensors")
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    assert tokenizer.decode(tokenizer("First Citizen: hear me").input_ids) == "First Citizen: hear me"
+    text = SHAKESPEARE.read_text()[:5000] + "  naïve\n\n\t日本 it's 2²"
+    assert tokenizer(text).input_ids == encode(text).tolist()
+    assert (tokenizer.eos_token_id, len(tokenizer)) == (50256, 50257)
     assert tokenizer.model_max_length == 64  # n_positions of the model, not GPT-2's 1,024
+    assert not {"is_local", "local_files_only"} & {*json.loads((checkpoint / "tokenizer_config.json").read_text())}
     generation = json.loads((checkpoint / "generation_config.json").read_text())
     assert generation["eos_token_id"] == generation["bos_token_id"] == 50256
     config = json.loads((checkpoint / "config.json").read_text())

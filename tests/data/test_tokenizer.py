@@ -1,6 +1,5 @@
 """GPT-2's tokenizer: tiktoken and transformers give the same ids, and training text is never parsed."""
 
-import json
 import tempfile
 
 import pytest
@@ -10,8 +9,8 @@ from tiktoken.load import data_gym_to_mergeable_bpe_ranks
 
 from recipe.data import documents
 from recipe.data.documents import LONGEST_PIECE, in_pieces
-from recipe.data.tokenizer import END_OF_TEXT, VOCAB_SIZE, GPT2Tokenizer, encode, encoding, hf_tokenizer
-from tests.conftest import ROOT, SHAKESPEARE
+from recipe.data.tokenizer import END_OF_TEXT, encode, encoding, hf_tokenizer
+from tests.conftest import ROOT
 
 
 @pytest.fixture(scope="module")
@@ -70,16 +69,3 @@ def test_a_cut_never_changes_the_tokens(text):
 
 def test_pieces_of_a_text_without_blanks_are_bounded():
     assert [len(p) for p in in_pieces("x" * (2 * LONGEST_PIECE + 5))] == [LONGEST_PIECE, LONGEST_PIECE, 5]
-
-
-def test_saved_directory_loads_in_transformers(tmp_path):
-    from transformers import AutoTokenizer
-
-    GPT2Tokenizer().save(tmp_path, 1024)
-    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    assert config["model_max_length"] == 1024
-    assert not {"is_local", "local_files_only"} & set(config)
-    loaded = AutoTokenizer.from_pretrained(tmp_path)
-    text = SHAKESPEARE.read_text()[:5000] + "  naïve\n\n\t日本 it's 2²"
-    assert loaded(text)["input_ids"] == encode(text).tolist()
-    assert (loaded.eos_token_id, len(loaded)) == (END_OF_TEXT, VOCAB_SIZE)
