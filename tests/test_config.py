@@ -155,18 +155,10 @@ def test_help_has_every_field_with_the_recipes_value(capsys):
     assert "(default: )" not in text
 
 
-@pytest.mark.parametrize(
-    ("command", "usage", "description"),
-    [
-        ("recipe/train.py", "recipe/train.py", "Trains GPT-2"),
-        ("recipe/preflight.py", "recipe/preflight.py", "proves a machine in two minutes"),
-        ("-m recipe.data.prepare", "python -m recipe.data.prepare", "text files or a Hub data set ->"),
-    ],
-)
-def test_help_describes_each_command(command, usage, description):
-    text = ok(programs.run(*command.split(), "--help")).stdout
-    assert text.startswith(f"usage: {usage} [--config RECIPE]")
-    assert description in text.partition("Model:")[0]
+def test_help_describes_the_command_that_was_started():
+    text = ok(programs.run("-m", "recipe.data.prepare", "--help")).stdout
+    assert text.startswith("usage: python -m recipe.data.prepare [--config RECIPE]")
+    assert "text files or a Hub data set ->" in text.partition("Model:")[0]
 
 
 def test_a_value_beyond_a_limit_is_refused():
