@@ -41,6 +41,21 @@ def command(monkeypatch):
     return run
 
 
+@pytest.fixture
+def error_of(command, capsys):
+    """module, arguments: the error, of one line, with which the module's main function refuses them."""
+
+    def run(module, *arguments) -> str:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as exit_info:
+            common.run_main(lambda: command(module, *arguments))
+        error = capsys.readouterr().err
+        assert (exit_info.value.code, error.count("\n")) == (2, 1), error
+        return error
+
+    return run
+
+
 @pytest.fixture(scope="session")
 def model_dir(tmp_path_factory, tiny_gpt2):
     """A small model with GPT-2's tokenizer."""

@@ -4,7 +4,6 @@ import functools
 import importlib.util
 import json
 import math
-import re
 import shutil
 
 import pytest
@@ -59,7 +58,7 @@ def test_the_harness_agrees_with_our_scores(whole_run, tmp_path, command, capfd)
     assert lambada["ci95"] > 0
 
 
-def test_a_task_that_cannot_run_is_named(model_dir, command, monkeypatch, capsys):
+def test_a_task_that_cannot_run_is_named(model_dir, command, error_of, monkeypatch):
     needs_lm_eval()
     import lm_eval.tasks
 
@@ -67,9 +66,7 @@ def test_a_task_that_cannot_run_is_named(model_dir, command, monkeypatch, capsys
     monkeypatch.setattr(lm_eval.tasks, "TaskManager", functools.cache(lm_eval.tasks.TaskManager))
     with pytest.raises(common.UserError, match="--tasks no_such: lm-eval has no such task"):
         command(harness, model_dir, "--tasks", "no_such,hellaswag")
-    with pytest.raises(SystemExit):  # without a network
-        common.run_main(lambda: command(harness, model_dir, "--tasks", "lambada_openai"))
-    assert re.fullmatch("error: .*lambada_openai.*\n", capsys.readouterr().err)
+    assert "lambada_openai" in error_of(harness, model_dir, "--tasks", "lambada_openai")  # without a network
 
     def too_long(*_, **__):
         raise AssertionError("max_gen_toks: 256 >= max_length: 64")
