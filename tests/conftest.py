@@ -28,40 +28,16 @@ SHAKESPEARE = ROOT / "recipe" / "data" / "tiny_shakespeare.txt"
 
 # The tiny configuration, from which the runs of all tests start. In fp32, so that numbers agree on all machines. The
 # vocabulary is GPT-2's, so most of the time goes into the head, by the number of tokens.
-TINY = {
-    "n_layer": 2,
-    "n_head": 2,
-    "n_embd": 32,
-    "n_positions": 64,
-    "sequence_length": 16,
-    "total_batch_tokens": 64,
-    "micro_batch_size": 4,
-    "max_steps": 20,
-    "optim": "adamw",
-    "learning_rate": 1e-2,
-    "adam_beta1": 0.9,
-    "adam_beta2": 0.95,
-    "lr_scheduler_type": "cosine",
-    "weight_decay": 0.1,
-    "warmup_steps": 4,
-    "precision": "fp32",
-    "logging_steps": 1,
-    "eval_steps": 10,
-    "save_steps": 10,
-    "eval_tokens": 256,
-}
+TINY = {"n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": 64, "precision": "fp32"}
+TINY |= {"sequence_length": 16, "total_batch_tokens": 64, "micro_batch_size": 4, "max_steps": 20}
+TINY |= {"optim": "adamw", "learning_rate": 1e-2, "adam_beta1": 0.9, "adam_beta2": 0.95, "weight_decay": 0.1}
+TINY |= {"lr_scheduler_type": "cosine", "warmup_steps": 4}
+TINY |= {"logging_steps": 1, "eval_steps": 10, "save_steps": 10, "eval_tokens": 256}
 
 # A run whose losses are compared between engines, with gradient accumulation and clipping. A learning rate of 1e-2
 # would amplify rounding.
-EQUAL = TINY | {
-    "total_batch_tokens": 128,
-    "max_steps": 50,
-    "learning_rate": 1e-3,
-    "warmup_steps": 10,
-    "micro_batch_size": 2,
-    "eval_steps": 25,
-    "save_steps": 25,
-}
+EQUAL = TINY | {"total_batch_tokens": 128, "micro_batch_size": 2, "eval_steps": 25, "save_steps": 25}
+EQUAL |= {"max_steps": 50, "learning_rate": 1e-3, "warmup_steps": 10}
 
 
 @pytest.fixture(scope="session")

@@ -21,18 +21,8 @@ from recipe.utils.processes import Processes
 from tests.conftest import flags, ok, refused, run_train
 from tests.data import DOCUMENTS, TEXT, data_of, tokens_in, tokens_of, write_jsonl
 
-SMALL = flags(
-    n_layer=1,
-    n_head=1,
-    n_embd=8,
-    n_positions=32,
-    sequence_length=32,
-    max_steps=2,
-    total_batch_tokens=64,
-    micro_batch_size=2,
-    warmup_steps=0,
-    eval_tokens=64,
-)
+SMALL = flags(n_layer=1, n_head=1, n_embd=8, n_positions=32, sequence_length=32)
+SMALL += flags(total_batch_tokens=64, micro_batch_size=2, max_steps=2, warmup_steps=0, eval_tokens=64)
 
 
 def opened(*words):

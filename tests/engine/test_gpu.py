@@ -134,19 +134,9 @@ def test_gpu_scores_hellaswag_as_the_cpu(tiny_gpt2, dtype, share, tolerance):
 
 
 # Large enough for the kernels' buffers to be small in comparison, small enough for any GPU.
-SIZED = {
-    "n_layer": 4,
-    "n_head": 4,
-    "n_embd": 256,
-    "n_positions": 512,
-    "sequence_length": 512,
-    "max_steps": 3,
-    "total_batch_tokens": 8192,
-    "eval_steps": "end",
-    "eval_tokens": 512,
-    "save_steps": "end",
-    "warmup_steps": 1,
-}
+SIZED = {"n_layer": 4, "n_head": 4, "n_embd": 256, "n_positions": 512, "sequence_length": 512}
+SIZED |= {"total_batch_tokens": 8192, "max_steps": 3, "warmup_steps": 1}
+SIZED |= {"eval_steps": "end", "eval_tokens": 512, "save_steps": "end"}
 
 
 @pytest.mark.parametrize(

@@ -24,21 +24,9 @@ HANG = 60  # seconds after which a run that should have ended counts as hung
 
 # The smallest run with every feature: gradient accumulation (four micro-steps, or two on two processes), dropout,
 # validations, HellaSwag, and three saves, of which the first two are pruned.
-SMALLEST = TINY | {
-    "n_layer": 1,
-    "n_embd": 16,
-    "sequence_length": 8,
-    "micro_batch_size": 2,
-    "max_steps": 6,
-    "warmup_steps": 2,
-    "dropout": 0.1,
-    "eval_steps": 2,
-    "eval_tokens": 64,
-    "hellaswag_steps": 3,
-    "hellaswag_limit": 2,
-    "save_steps": 2,
-    "save_total_limit": 1,
-}
+SMALLEST = TINY | {"n_layer": 1, "n_embd": 16, "sequence_length": 8, "micro_batch_size": 2, "dropout": 0.1}
+SMALLEST |= {"max_steps": 6, "warmup_steps": 2, "save_steps": 2, "save_total_limit": 1}
+SMALLEST |= {"eval_steps": 2, "eval_tokens": 64, "hellaswag_steps": 3, "hellaswag_limit": 2}
 DATA = {"val_fraction": 0.1, "val_documents": 5, "shard_tokens": 10_000}
 
 

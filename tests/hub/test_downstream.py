@@ -30,18 +30,8 @@ PAGE = re.split(r"^## (.*)$", (ROOT / "docs" / "elsewhere.md").read_text(), flag
 SECTIONS = dict(zip(PAGE[1::2], PAGE[2::2], strict=True))
 CONVERTER = Path(os.environ.get("LLAMA_CPP", ROOT / "llama.cpp"))
 
-STEPS = {
-    "max_steps": 5,
-    "per_device_train_batch_size": 4,
-    "learning_rate": 1e-2,
-    "lr_scheduler_type": "constant",
-    "logging_steps": 1,
-    "save_strategy": "no",
-    "report_to": [],
-    "use_cpu": True,
-    "disable_tqdm": True,
-    "seed": 0,
-}
+STEPS = {"max_steps": 5, "per_device_train_batch_size": 4, "learning_rate": 1e-2, "lr_scheduler_type": "constant"}
+STEPS |= {"logging_steps": 1, "save_strategy": "no", "report_to": [], "use_cpu": True, "disable_tqdm": True, "seed": 0}
 
 
 @pytest.fixture(scope="module")

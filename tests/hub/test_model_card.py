@@ -18,31 +18,14 @@ from recipe.hub.model_card import model_card
 from tests import canary
 from tests.conftest import ROOT, flags
 
-HUB_DATA = {  # as a run records them
-    "train_text": "HuggingFaceFW/fineweb-edu",
-    "dataset_config": "sample-10BT",
-    "dataset_split": "train",
-    "dataset_revision": "",
-    "text_column": "text",
-    "commit": "87f09149ef4734204d70ed1d046ddc9ca3f2b8f9",
-}
+# As a run records them.
+HUB_DATA = {"train_text": "HuggingFaceFW/fineweb-edu", "dataset_config": "sample-10BT", "dataset_split": "train"}
+HUB_DATA |= {"dataset_revision": "", "text_column": "text", "commit": "87f09149ef4734204d70ed1d046ddc9ca3f2b8f9"}
 CONFIG = parse_config(["--config=gpt2"]).flat() | {"dataset_name": "~/shards", "config": "~/mine/gpt2.yaml"}
-PART = {
-    "from_step": 0,
-    "device": "NVIDIA A100-SXM4-80GB",
-    "engine": "NVIDIA A100-SXM4-80GB, DDP over 8 processes",
-    "processes": 8,
-    "nodes": 2,
-    "precision": "bf16",
-    "compiled": True,
-    "python": "3.11.7",
-    "packages": {"torch": "2.13.0"},
-    "recipe": "0.1.0",
-    "commit": "0" * 40 + "+",
-    "code": "0" * 64,
-    "data": HUB_DATA,
-    "config": CONFIG,
-}
+PART = {"from_step": 0, "device": "NVIDIA A100-SXM4-80GB", "engine": "NVIDIA A100-SXM4-80GB, DDP over 8 processes"}
+PART |= {"processes": 8, "nodes": 2, "precision": "bf16", "compiled": True, "data": HUB_DATA, "config": CONFIG}
+PART |= {"python": "3.11.7", "packages": {"torch": "2.13.0"}, "recipe": "0.1.0"}
+PART |= {"commit": "0" * 40 + "+", "code": "0" * 64}
 STATE = {  # the other keys come from a tiny run
     "step": 100,
     "tokens": 52_428_800,
@@ -60,18 +43,8 @@ LINES = [
 ]
 HELLASWAG = {"llmc_acc": 0.2612, "llmc_acc_norm": 0.27, "lmeval_acc": 0.2633, "lmeval_acc_norm": 0.28}
 ARC = {"dataset_type": "arc_easy", "dataset_name": "arc_easy"}
-SHARDS = {
-    "data": "~/of_news/",
-    "sequence_length": 1024,
-    "limit_windows": None,
-    "windows": 4,
-    "of_windows": 4,
-    "tokens": 10_485_760,
-    "loss": 3.41,
-    "perplexity": 30.27,
-    "bits_per_byte": 1.09,
-    "dtype": "bfloat16",
-}
+SHARDS = {"data": "~/of_news/", "sequence_length": 1024, "limit_windows": None, "windows": 4, "of_windows": 4}
+SHARDS |= {"tokens": 10_485_760, "loss": 3.41, "perplexity": 30.27, "bits_per_byte": 1.09, "dtype": "bfloat16"}
 RESULTS = {
     "hellaswag": {"scores": hellaswag_scores(HELLASWAG, 10_042, "in float32")},
     "perplexity": SHARDS | {"scores": perplexity.scores_of(SHARDS)},

@@ -23,16 +23,9 @@ def test_muon_updates_the_blocks_matrices_and_adamw_the_rest():
         for name, p in model.named_parameters()
         if ".h." in name and p.ndim == 2
     }
-    torch_muon = torch.optim.Muon(
-        [matrix for matrices in torch_matrices.values() for matrix in matrices],
-        ns_coefficients=NS_COEFFICIENTS,
-        ns_steps=NS_STEPS,
-        adjust_lr_fn="original",
-        lr=0.02,
-        momentum=0.95,
-        weight_decay=0.1,
-        nesterov=True,
-    )
+    options = {"lr": 0.02, "momentum": 0.95, "weight_decay": 0.1, "nesterov": True, "adjust_lr_fn": "original"}
+    options |= {"ns_coefficients": NS_COEFFICIENTS, "ns_steps": NS_STEPS}
+    torch_muon = torch.optim.Muon([matrix for matrices in torch_matrices.values() for matrix in matrices], **options)
     for seed in range(3):
         gradients = {name: p.grad for name, p in tiny_model(seed).named_parameters()}
         for name, p in [*model.named_parameters(), *adamw_model.named_parameters()]:
