@@ -134,10 +134,7 @@ FORGERIES = {  # functions of the run, and what the audit prints
         lambda run: write_lines(run, sorted([*metrics(run), metrics(run)[-2] | {"step": 17}], key=lambda n: n["step"])),
         "before step 20",
     ),
-    "line twice": (
-        lambda run: write_lines(run, [*metrics(run), metrics(run)[-1]]),
-        "number of lines of step 20 is 2, and 1 in the replay",
-    ),
+    "line twice": (lambda run: write_lines(run, [*metrics(run), metrics(run)[-1]]), "lines of step 20 is 2, and 1 in"),
     "NaN weight": (lambda run: change_weight(run / "step_00000020", float("nan")), WEIGHT),
     "a weight": (lambda run: change_weight(run / "step_00000020", 1.0), WEIGHT),
     # It has no effect while it is small; with this one all losses are NaN.
@@ -303,11 +300,8 @@ def test_a_replay_that_does_not_stop_is_killed(resumed_run, tmp_path, capsys, mo
         os.kill(int(pid.read_text()), 0)
 
 
-DDP = (
-    "--launch",
-    f"{sys.executable} -m accelerate.commands.launch --config_file {ROOT}/accelerate_configs/ddp.yaml "
-    "--num_processes 2",
-)
+LAUNCHER = f"{sys.executable} -m accelerate.commands.launch --config_file {ROOT}/accelerate_configs/ddp.yaml"
+DDP = ("--launch", f"{LAUNCHER} --num_processes 2")
 FSDP = tuple(word.replace("ddp", "fsdp") for word in DDP)
 
 
@@ -382,11 +376,7 @@ def test_altered_data_are_found_at_their_step(shards, tmp_path, capsys, forked):
         ({"train_text": "a/b", "dataset_config": "x"}, {"train_text": "a/b", "dataset_config": "y"}, True),
         ({"train_text": "a/b"}, {"files": [{"name": "b.txt"}]}, True),
         ({"train_text": "a/b"}, {"shards": "data/b"}, False),  # prepared elsewhere, without a manifest
-        (
-            {"mixture": [{"files": []}, {"train_text": "a/b"}]},
-            {"mixture": [{"files": []}, {"train_text": "a/c"}]},
-            True,
-        ),
+        ({"mixture": [{"files": []}, {"train_text": "b"}]}, {"mixture": [{"files": []}, {"train_text": "c"}]}, True),
     ],
 )
 def test_the_names_of_the_data_are_those_of_the_replay_as_far_as_it_knows_them(run, replay, is_other):

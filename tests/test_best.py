@@ -307,8 +307,8 @@ def test_several_processes_search_together(engine, tmp_path):
 @pytest.mark.parametrize(
     ("text", "size", "length"),
     [
-        ("fineweb", "24 layers, 1024 wide \\(medium\\)", "train_hours"),
-        ("text.txt", "\\d+ layers, \\d+ wide", "max_steps"),
+        ("fineweb", r"24 layers, 1024 wide \(medium\)", "train_hours"),
+        ("text.txt", r"\d+ layers, \d+ wide", "max_steps"),
     ],
 )
 def test_a_plan_by_dollars_for_other_devices(text, size, length, tmp_path, call_here):
@@ -408,14 +408,8 @@ def test_print_run_prints_the_directory_of_the_run_after_its_length(length, name
         (["--text", "spaces.txt"], "too few to train on; give 20,000 or more, about 88,000 bytes of English"),
         (["--hour", "0.03"], "unknown '--hour'; did you mean 'hours'?"),
         (["--txt=few.txt"], "unknown '--txt'; did you mean 'text'?"),
-        (
-            ["--text", "src/main.c", "src/my.txt"],
-            "error: a word without a flag: 'src/my.txt'; write --NAME VALUE, with",
-        ),
-        (
-            ["--text", "my", "notes.txt"],
-            "error: a word without a flag; write --NAME VALUE, with quotes around a glob or",
-        ),
+        (["--text", "src/main.c", "src/my.txt"], "a word without a flag: 'src/my.txt'; write --NAME VALUE, with"),
+        (["--text", "my", "notes.txt"], "error: a word without a flag; write --NAME VALUE, with quotes around a glob"),
         (["--optim", "adamw"], "--optim: best.py's recipes are for Muon and wsd; change a copy of one"),
         (["--lr_scheduler_type", "cosine"], "--lr_scheduler_type: best.py's recipes are for Muon and wsd"),
         (["--config", "gpt2-fast"], "--config: best.py's recipes are for Muon and wsd"),

@@ -21,8 +21,8 @@ from recipe.monitor.metrics import MetricsLog
 from recipe.monitor.summary import summarize
 from recipe.train import main
 from tests import processes as programs
-from tests.conftest import (
 from tests.checkpoint import change_state
+from tests.conftest import (
     ROOT,
     SHAKESPEARE,
     TINY,
@@ -324,11 +324,7 @@ def test_fine_tuning_starts_from_given_weights(shards, whole_run, tmp_path):
         ({"dataset_name": "{tmp}/*.bin", "val_data": "{tmp}/*.bin"}, 2, "short.bin: "),
         ({"total_batch_tokens": 2**30}, 2, "total_batch_tokens takes .* sequences a step"),
         ({"dataset_name": "ORG/NAME", "streaming": "true"}, 0, "note +not checked: data set ORG/NAME: .*the Hub "),
-        (
-            {"dataset_name": "{run}/step_00000020/model.safetensors"},
-            2,
-            "model.safetensors cannot be read .not UTF-8",
-        ),
+        ({"dataset_name": "{run}/step_00000020/model.safetensors"}, 2, "model.safetensors cannot be read .not UTF-8"),
         ({"dataset_name": "{tmp}/empty.txt"}, 2, "empty.txt: holds no text"),
         ({"init_from": "{tmp}"}, 2, "no model.safetensors"),
         ({"init_from": "{run}/step_00000020"}, 0, "\nweights    of .*step_00000020 at step 0\n"),

@@ -46,11 +46,7 @@ def test_a_step_that_fails_or_hangs_costs_only_itself(tmp_path, monkeypatch, cap
     ]
     assert proof.prove(steps, out, minutes=5) == 2
     records = results(out)
-    assert {name: record["rc"] for name, record in records.items()} == {
-        "01-broken": 1,
-        "02-hanging": 124,
-        "03-sound": 0,
-    }
+    assert {name: r["rc"] for name, r in records.items()} == {"01-broken": 1, "02-hanging": 124, "03-sound": 0}
     assert records["01-broken"]["result"]["output"] == ["before", "no such kernel"]
     assert records["03-sound"]["result"] == {"speed": {"ratio": 1.2}, "output": ["well"]}
     assert 3 <= records["02-hanging"]["seconds"] < 20

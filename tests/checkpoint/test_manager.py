@@ -36,13 +36,11 @@ class Run:
         config = parse_config([f"--output_dir={directory}", "--save_total_limit=1", "--lr_scheduler_type=linear"])
         model = SimpleNamespace(config=SimpleNamespace(n_positions=64))
         model.save_config = lambda path: (path / "config.json").write_bytes(b"{}")
-        model_and_optimizer = model, SimpleNamespace(state={})
+        trained = model, SimpleNamespace(state={})
         stateful = {"grad_scaler": SimpleNamespace(state_dict=lambda: {"scale": 2.0}), "metrics": self.metrics}
         self.lock = ExitStack()
         descriptor = self.lock.enter_context(run_directory(directory))
-        self.manager = CheckpointManager(
-            config, strategy, model_and_optimizer, stateful, self.metrics, descriptor, None
-        )
+        self.manager = CheckpointManager(config, strategy, trained, stateful, self.metrics, descriptor, None)
 
     def _gather(self, *_) -> tuple[dict, dict]:
         return {"a": torch.full((4,), self.value)}, {"exp_avg.a": torch.ones(4)}

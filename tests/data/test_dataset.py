@@ -118,10 +118,9 @@ def test_resuming_with_other_data_is_refused(shards):
         with pytest.raises(UserError, match=message):
             check_same_data(saved, current, "data")
     shorter = state(shards[:2])
+    message = "does not hold the shards that the checkpoint was trained on; choose another run_name"
     for saved, current in ((full, shorter), (shorter, full)):
-        with pytest.raises(
-            UserError, match="does not hold the shards that the checkpoint was trained on; choose another run_name"
-        ):
+        with pytest.raises(UserError, match=message):
             check_same_data(saved, current, "data")
 
 

@@ -218,9 +218,7 @@ def test_data_that_cannot_be_read_is_an_error_of_two_lines(workdir, flag, name):
     (workdir / "empty").mkdir()
     for file in ("code/a.py", "code/Makefile"):
         (workdir / file).write_text("text\na")
-    problem = (
-        "no such file, directory or data set\ngive text or .bin files, .*ORG/NAME on the Hub, or one of fineweb-edu,"
-    )
+    problem = "no such file, directory or data set\ngive text or .bin files, .*ORG/NAME on the Hub, or one of fineweb"
     if name in ("code", "empty"):
         files = r"; it holds 2 other files \.py Makefile" if name == "code" else ""
         problem = rf"a directory without text or shards{files}\ngive \.txt, .*\.zst\) or \.bin .*'{name}/\*'"

@@ -54,11 +54,7 @@ def test_shards_are_the_documents_in_order_each_after_end_of_text(reference):
     assert {path.name for path in reference.out.glob("*.bin")} == {e["file"] for e in reference.manifest.shards}
 
 
-OPENERS = {
-    "gz": gzip.open,
-    "bz2": bz2.open,
-    "zst": lambda path, mode: pa.output_stream(str(path), compression="zstd"),
-}
+OPENERS = {"gz": gzip.open, "bz2": bz2.open, "zst": lambda path, mode: pa.output_stream(str(path), compression="zstd")}
 
 
 def archive(name: str, text: str) -> bytes:
@@ -254,9 +250,7 @@ def test_validation_documents_are_never_trained_on(tmp_path, monkeypatch):
     manifest = prepare(data)
     assert manifest.shards[0]["split"] == "val"  # validation can begin before training ends
     assert tokens_in(tmp_path / "out", "val") == tokens_of(REPEATED[:30])  # 31 documents: one of them is two
-    assert tokens_in(tmp_path / "out", "train") == tokens_of(
-        text for text in REPEATED[30:] if text not in REPEATED[:30]
-    )
+    assert tokens_in(tmp_path / "out", "train") == tokens_of(t for t in REPEATED[30:] if t not in REPEATED[:30])
 
 
 def test_validation_documents_of_a_long_text_come_from_all_over_it(tmp_path, monkeypatch, capsys):
@@ -347,75 +341,47 @@ def zipped(data: bytes) -> bytes:
 @pytest.mark.parametrize(
     ("name", "data", "message"),
     [
-        ("d.jsonl", b'{"text": "a"}\n{"text"', r"d\.jsonl, line 2: not a JSON object on one line \("),
-        (
-            "d.json",
-            b'{\n "text": "a"\n}\n',
-            r"d\.json, line 1: not a JSON object on one line .*; expected one object per line",
-        ),
-        ("d.jsonl", b"[1]\n", r"line 1: a JSON list; expected one object per line"),
+        ("d.jsonl", b'{"text": "a"}\n{"text"', r", line 2: not a JSON object on one line \("),
+        ("d.json", b'{\n "text": "a"\n}\n', ", line 1: not a JSON object on one line .*; expected one object per line"),
+        ("d.jsonl", b"[1]\n", ", line 1: a JSON list; expected one object per line"),
         ("d.jsonl", b'{"text": 5}\n', "column 'text' holds int, neither text nor a list of token ids"),
-        (
-            "d.jsonl",
-            b'{"text": [{"role": "user"}]}\n',
-            r"'text' holds list, neither .* \(docs/data\.md converts chats",
-        ),
-        ("d.jsonl.gz", zipped(b'{"text": "a"}\n' * 9000)[:-20], r"d\.jsonl\.gz cannot be read .*complete"),
-        ("d.parquet", b"nonsense", r"d\.parquet cannot be read"),
-        ("d.json", b'[{"text": "a"}, 5]', r"d\.json, item 2: a JSON int; expected one object per line, or in \.json"),
-        ("d.csv", b'id,text\n1,"a', r"d\.csv, line 2: unexpected end of data; is a quote not closed"),
-        ("d.csv", b"id,text\n1,a,\n2,b,c\n", r"d\.csv, line 3: not the header's fields; quote texts .* ','"),
-        ("d.csv", b"text\nFriends, Romans, countrymen\n", r"d\.csv, line 2: not the header's fields; quote"),
-        ("d.tsv", b"id\ttext\n1\ta\n2\n", r"d\.tsv, line 3: not the header's fields; quote .* '\\t'"),
+        ("d.jsonl", b'{"text": [{"role": "user"}]}\n', r"'text' holds list, .* \(docs/data\.md converts chats"),
+        ("d.jsonl.gz", zipped(b'{"text": "a"}\n' * 9000)[:-20], " cannot be read .*complete"),
+        ("d.parquet", b"nonsense", " cannot be read"),
+        ("d.json", b'[{"text": "a"}, 5]', r", item 2: a JSON int; expected one object per line, or in \.json"),
+        ("d.csv", b'id,text\n1,"a', ", line 2: unexpected end of data; is a quote not closed"),
+        ("d.csv", b"id,text\n1,a,\n2,b,c\n", ", line 3: not the header's fields; quote texts .* ','"),
+        ("d.csv", b"text\nFriends, Romans, countrymen\n", ", line 2: not the header's fields; quote"),
+        ("d.tsv", b"id\ttext\n1\ta\n2\n", r", line 3: not the header's fields; quote .* '\\t'"),
         (
             "d.csv",
             b"id,body\n1,a\n",
-            r"d\.csv: no column 'text'; there are: id, body.*--text_column; the first line must name the columns",
+            "no column 'text'; there are: id, body.*--text_column; the first line must name the",
         ),
         ("d.csv", b"y" * 3000 + b"\n", r"no column 'text'; there are: y{40}\. Choose"),
-        (
-            "d.csv",
-            b"id;text;note\n1;a;b\n",
-            r"no column 'text'; there are: id;text;note\. .*; the first line must name the columns, separated by ','",
-        ),
-        ("d.tsv", b"id,text\n1,a\n", r"d\.tsv: no column 'text'; there are: id,text\. .* separated by '\\t'"),
+        ("d.csv", b"id;text;note\n1;a;b\n", r"there are: id;text;note\. .* must name the columns, separated by ','"),
+        ("d.tsv", b"id,text\n1,a\n", r": no column 'text'; there are: id,text\. .* separated by '\\t'"),
         ("d.csv", b"text,text\na,b\n", "2 columns are called 'text'; rename one"),
         ("d.csv", b"", "holds no text"),
-        (
-            "d.txt",
-            b"caf\xe9",
-            r"d\.txt cannot be read \(not UTF-8: byte 0xe9\); .* UTF-8\? .* iconv -f ENCODING -t UTF-8 .* -c .*drops",
-        ),
-        ("d.jsonl", b'{"text": "caf\xe9"}', r"d\.jsonl cannot be read \(not UTF-8: byte 0x"),
-        ("d.txt", "plain".encode("utf-16"), r"d\.txt cannot be read \(not UTF-8: byte 0x"),
-        ("d.txt", "plain".encode("utf-16-le"), r"d\.txt cannot be read \(it holds NUL .* is often CP1252 or UTF-16, "),
-        ("d.txt", "plain".encode("utf-32-be"), r"d\.txt cannot be read \(it holds NUL characters\)"),
-        ("d.txt", b"plain " * 400 + bytes(2000), r"d\.txt cannot be read \(it holds NUL characters\)"),
-        ("d.txt.gz", zipped(b"caf\xe9"), r"d\.txt\.gz cannot be read \(not UTF-8: byte 0x"),
-        (
-            "d.txt",
-            zipped(b"plain"),
-            r"d\.txt cannot be read \(not UTF-8: byte 0x8b\); .* Unpack it, or convert it",
-        ),
-        ("d.zip", b"PK\x03\x04\x14\x00\x08\x00" + bytes(range(128, 256)), r"d\.zip cannot be read .* Unpack it"),
-        ("d.txt.zst", b"nonsense", r"d\.txt\.zst cannot be read"),
-        (
-            "d.tar.gz",
-            gzip.compress(archive("a.txt", 5 * TEXT[:9000])),
-            r"d\.tar\.gz cannot be read \(it holds NUL .* Unpack it",
-        ),
+        ("d.txt", b"caf\xe9", r" cannot be read \(not UTF-8: byte 0xe9\); .* iconv -f ENCODING -t UTF-8 .* -c .*drops"),
+        ("d.jsonl", b'{"text": "caf\xe9"}', r" cannot be read \(not UTF-8: byte 0x"),
+        ("d.txt", "plain".encode("utf-16"), r" cannot be read \(not UTF-8: byte 0x"),
+        ("d.txt", "plain".encode("utf-16-le"), r" cannot be read \(it holds NUL .* is often CP1252 or UTF-16, "),
+        ("d.txt", "plain".encode("utf-32-be"), r" cannot be read \(it holds NUL characters\)"),
+        ("d.txt", b"plain " * 400 + bytes(2000), r" cannot be read \(it holds NUL characters\)"),
+        ("d.txt.gz", zipped(b"caf\xe9"), r" cannot be read \(not UTF-8: byte 0x"),
+        ("d.txt", zipped(b"plain"), r" cannot be read \(not UTF-8: byte 0x8b\); .* Unpack it, or convert it"),
+        ("d.zip", b"PK\x03\x04\x14\x00\x08\x00" + bytes(range(128, 256)), " cannot be read .* Unpack it"),
+        ("d.txt.zst", b"nonsense", " cannot be read"),
+        ("d.tar.gz", gzip.compress(archive("a.txt", 5 * TEXT[:9000])), r" cannot be read \(it holds NUL .* Unpack it"),
         ("d.txt", b"\xef\xbb\xbf", "holds no text"),
-        (
-            "d.txt",
-            b"a few words",
-            r"d\.txt: 4 tokens, too few .* sequence_length \+ 1 = 1,025 tokens each; give more text",
-        ),
+        ("d.txt", b"a few words", r": 4 tokens, too few .* sequence_length \+ 1 = 1,025 tokens each; give more text"),
     ],
 )
 def test_a_file_that_cannot_be_used_is_named_with_a_way_out(tmp_path, name, data, message):
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / name).write_bytes(data)
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match=rf"(?s){re.escape(name)}.*{message}"):
         prepare(data_of(tmp_path / "in" / name, tmp_path / "out"))
 
 

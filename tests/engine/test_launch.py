@@ -171,10 +171,7 @@ def test_a_note_says_that_accelerate_starts_one_process_where_its_file_asks_for_
     file.write_text("distributed_type: MULTI_CPU\nnum_processes: 2\nnum_machines: 1\nuse_cpu: true\n")
     argv = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", file, "recipe/train.py", "--dry_run"]
     result = ok(subprocess.run(argv, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300))
-    assert (
-        "note       Accelerate has started one process, though its settings are for several; accelerate_"
-        in result.stdout
-    )
+    assert "note       Accelerate has started one process, though its settings are for several; " in result.stdout
     several = ok(launch("ddp", 2, "recipe/train.py", "--dry_run", env={"ACCELERATE_USE_CPU": "true"}, real=True))
     assert "2 processes" in several.stdout
     assert "started one process" not in several.stdout

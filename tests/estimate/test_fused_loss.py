@@ -99,12 +99,9 @@ def test_no_process_uses_a_kernel_that_is_wrong_on_one(shards, tmp_path):
     assert fused(tmp_path / "run") is False
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [("--dry_run=8xh100", True), ("--dry_run=8xt4", True), ("--dry_run=v5e-8", False)],
-)
-def test_a_dry_run_expects_the_kernel_on_cuda_only(options, expected):
-    config = parse_config(["--config=gpt2", *options.split()])
+@pytest.mark.parametrize(("devices", "expected"), [("8xh100", True), ("8xt4", True), ("v5e-8", False)])
+def test_a_dry_run_expects_the_kernel_on_cuda_only(devices, expected):
+    config = parse_config(["--config=gpt2", f"--dry_run={devices}"])
     config, line = fused_loss(config, open_strategy("auto", config.run.plan_device))
     assert config.run.fused_loss is expected
     assert line == ("loss       fused kernel, if the run finds it right and faster" if expected else "")

@@ -247,10 +247,7 @@ def test_a_departure_from_the_reference_is_reported_with_its_start_and_size(shif
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        (
-            {"max_steps": 60, "warmup_steps": 10},
-            "cannot be compared with .* max_steps 60 .reference: 700.; warmup_steps 10 ",
-        ),
+        ({"max_steps": 60, "warmup_steps": 10}, "cannot be compared with .* max_steps 60 .reference: 700.; warmup"),
         ({"optim": "adamw"}, "at equal steps: optim adamw .reference: muon."),
         ({"matrix_learning_rate": 3e-4}, "matrix_learning_rate 0.0003 .reference: 0.0."),  # in no reference's settings
         ({"n_layer": 5}, r"No reference curve ships for tiny Shakespeare and this model \(5 layers of 128\)"),

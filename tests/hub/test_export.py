@@ -14,14 +14,8 @@ from recipe.config import parse_config
 from recipe.hub import export
 from recipe.utils.errors import UserError
 
-FILES = {
-    "README.md",
-    "config.json",
-    "generation_config.json",
-    "model.safetensors",
-    "tokenizer.json",
-    "tokenizer_config.json",
-}
+FILES = {"README.md", "config.json", "generation_config.json", "model.safetensors"}
+FILES |= {"tokenizer.json", "tokenizer_config.json"}
 
 
 def test_an_export_is_what_transformers_loads_and_nothing_else(whole_run, tmp_path, capsys):
@@ -58,10 +52,8 @@ def test_an_export_replaces_nothing(whole_run, tmp_path, capsys):
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     for other in (out, run / "step_00000020", run, project, project / "README.md"):
         assert export.main([str(run), "--out", str(other)]) == 2
-        assert (
-            f"--out {other} exists; move it away, or name another directory (make export OUT=NAME)"
-            in capsys.readouterr().err
-        )
+        message = f"--out {other} exists; move it away, or name another directory (make export OUT=NAME)"
+        assert message in capsys.readouterr().err
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 

@@ -169,12 +169,7 @@ AFTER = PART | {"from_step": 40, "device": "EPYC", "engine": "CPU", "nodes": 1}
         ([PART | {"data": {"train_text": "a/b", "commit": "abc"}}], ["a/b"], None, "| commit of the data set | abc |"),
         ([PART | {"data": {"files": [{"name": "a.txt"}] * 2, "of": 31}}], None, None, "a.txt and 30 more files"),
         ([PART | {"data": {"shards": "mine", "train_text": "a/b"}}], ["a/b"], None, "| text | a/b |"),
-        (
-            [PART | {"init_from": "openai-community/gpt2"}],
-            FINEWEB,
-            "openai-community/gpt2",
-            "trained from openai-community/gpt2",
-        ),
+        ([PART | {"init_from": "acme/gpt2"}], FINEWEB, "acme/gpt2", "trained from acme/gpt2"),
         ([PART, AFTER], FINEWEB, None, "DDP over 8 processes, on 2 nodes; EPYC, CPU |"),
         ([PART | {"data": {"files": [{"name": "caf\udce9.txt"}], "of": 1}}], None, None, "caf\ufffd.txt"),  # not UTF-8
     ],
