@@ -70,12 +70,6 @@ def test_a_link_at_the_owner_file_is_replaced_and_its_target_stays(tmp_path):
     assert precious.read_text() == "precious"
 
 
-def test_an_empty_directory_is_removed_at_the_end(tmp_path):
-    with run_directory(tmp_path / "run"):
-        pass
-    assert not (tmp_path / "run").exists()
-
-
 def test_fresh_moves_the_earlier_run_aside_and_keeps_all_of_it(tmp_path):
     run = tmp_path / "run"
     save(run, 3)
