@@ -15,7 +15,7 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
 from recipe.config import parse_config
 from recipe.monitor import trackers
-from recipe.monitor.trackers import Tracker, check_tracker, metric_names
+from recipe.monitor.trackers import Tracker, check_tracker
 from recipe.utils.errors import UserError
 from tests.canary import HUB_TOKEN, WANDB_KEY
 from tests.conftest import TINY, flags
@@ -54,8 +54,9 @@ def track(run: Path, name: str, *steps: int, loss: float = 1.0, resume: int = 0,
         tracker.load_state_dict({"run_id": run_id or tracker.run_id})
         tracker.start()
         for step in steps:
-            sample = {"sample": f"Once, at step {step}"} if step == 40 else {}
-            tracker.log({"step": step, "tokens": 64 * step, "loss": loss, "val_loss": None, "mfu": None} | sample)
+            evaluated = {"sample": f"Once, at step {step}", "val_loss/code": 0.5, "hellaswag_llmc_acc": 0.3}
+            record = {"step": step, "loss": loss, "val_loss": 1.0 if step else None, "mfu": None}
+            tracker.log(record | (evaluated if step == 40 else {}))
     return tracker
 
 
@@ -70,6 +71,7 @@ def test_tensorboard_shows_each_step_once_after_a_kill(tmp_path, messages):
     events.Reload()
     losses = [(event.step, event.value) for event in events.Scalars("train/loss")]
     assert losses == [(0, 1.0), (10, 1.0), (20, 2.0), (30, 2.0), (40, 2.0)]
+    assert {*events.Tags()["scalars"]} == {"train/loss", "val/loss", "val/loss/code", "val/hellaswag_llmc_acc"}
     (sample,) = events.Tensors("val/sample/text_summary")
     assert (sample.step, sample.tensor_proto.string_val) == (40, [b"Once, at step 40"])
     (*_, configuration) = events.Tensors("configuration/text_summary")
@@ -147,9 +149,3 @@ def test_a_tracker_that_is_not_installed_is_refused(monkeypatch):
     check_tracker("none")
     with pytest.raises(UserError, match=r"report_to is wandb, which is not installed: pip install -e '\.\[trackers\]'"):
         check_tracker("wandb")
-
-
-def test_columns_are_grouped_by_training_and_evaluation():
-    record = {"step": 3, "loss": 2.0, "mfu": None, "val_loss": 1.0, "val_loss/code": 0.5, "hellaswag_llmc_acc": 0.3}
-    expected = {"train/loss": 2.0, "val/loss": 1.0, "val/loss/code": 0.5, "val/hellaswag_llmc_acc": 0.3}
-    assert metric_names(record) == expected
