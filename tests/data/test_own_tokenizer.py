@@ -89,7 +89,7 @@ def test_any_text_has_transformers_ids_and_comes_back(tmp_path):
         assert tokenizer.decode(ids.tolist()).decode() == text
         assert tokenizer.end_of_text not in ids
         assert ids.tolist() == hf_tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
-        assert byte_lengths(hf_tokenizer)[ids].sum() == len(text.encode())
+        assert byte_lengths(hf_tokenizer)[[*ids, tokenizer.end_of_text]].sum() == len(text.encode())
 
 
 def test_transformers_loads_model_and_tokenizer_from_the_checkpoint(trained_run):

@@ -182,14 +182,6 @@ def test_shards_of_another_tokenizer_of_the_same_size_are_noted(whole_run, tmp_p
     assert ("made with the tokenizer 0123456789abcdef, but the model's is gpt2" in out) == ("note: " in out)
 
 
-def test_bytes_are_those_of_the_text(loaded):
-    """Characters of one to four bytes, and a special token, which stands for none."""
-    text = "First Citizen:\r\nWe are accounted poor, héllo 漢字 🙂 the end.\n"
-    lengths, ids = perplexity.byte_lengths(loaded.tokenizer), loaded.encode(text)
-    assert lengths[ids].sum() == len(text.encode())
-    assert lengths[END_OF_TEXT] == 0
-
-
 def test_the_hellaswag_metric_by_hand(tmp_path):
     import evaluate
 
