@@ -4,7 +4,6 @@ import json
 import re
 import shutil
 import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -14,8 +13,9 @@ from recipe.checkpoint.run_dir import check_same_run
 from recipe.config import parse_config
 from recipe.data.tokenizer import open_tokenizer
 from recipe.utils.redaction import HIDDEN, redact, redacted
+from tests import processes as programs
 from tests.canary import CANARY, ENVIRONMENT, HUB_TOKEN, URL, search
-from tests.conftest import ROOT, TINY, environment, flags, train
+from tests.conftest import ROOT, TINY, flags, ok, train
 
 
 @pytest.fixture
@@ -112,15 +112,7 @@ def test_no_file_or_output_holds_a_secret(shards, tmp_path):
         ["prepare", f"--train_text={URL}", f"--dataset_name={tmp_path / 'shards'}"],
     ]
     home = dict.fromkeys(("HF_HOME", "WANDB_DIR", "TRACKIO_DIR", "TMPDIR"), str(tmp_path / "home"))
-    result = subprocess.run(
-        [sys.executable, "-c", SCRIPT, json.dumps([runs, mistakes, URL])],
-        cwd=ROOT,
-        text=True,
-        capture_output=True,
-        env=environment(ENVIRONMENT | home) | {"PYTHONPATH": str(ROOT)},
-        timeout=300,
-    )
-    assert result.returncode == 0, result.stderr[-2000:]
+    result = ok(programs.run("-c", SCRIPT, json.dumps([runs, mistakes, URL]), env=ENVIRONMENT | home, timeout=300))
     assert result.stderr.count("error: ") == len(mistakes), result.stderr
     assert "GET http://127.0.0.1:9/text.jsonl" in result.stdout
     assert "from step 2" in result.stdout

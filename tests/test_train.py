@@ -118,15 +118,10 @@ def test_a_signal_stops_a_run_with_a_checkpoint_from_which_it_resumes_bit_for_bi
     """SIGINT, which is ignored when the process starts, as in background jobs of a shell and commands of make."""
     expected, lines, _ = whole_run
     run = tmp_path / "run"
-    process = subprocess.Popen(
-        [sys.executable, "recipe/train.py", *tiny_flags(shards, run, dropout=0.1)],
-        cwd=ROOT,
-        env=environment({"PYTHONUNBUFFERED": "1"}),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
-    )
+    command = [sys.executable, "recipe/train.py", *tiny_flags(shards, run, dropout=0.1)]
+    options = {"cwd": ROOT, "env": environment({"PYTHONUNBUFFERED": "1"}), "text": True, "stdout": subprocess.PIPE}
+    options["preexec_fn"] = lambda: signal.signal(signal.SIGINT, signal.SIG_IGN)
+    process = subprocess.Popen(command, stderr=subprocess.STDOUT, **options)
     try:
         for line in process.stdout:
             if line.startswith("step 3 "):
