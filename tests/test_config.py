@@ -126,19 +126,19 @@ def test_a_mistake_in_any_command_is_one_line(command, message):
     assert (result.returncode, result.stderr) == (2, f"error: {message}\n")
 
 
+MIGRATION = (ROOT / "docs" / "migrating.md").read_text().splitlines()
+MIGRATION_ROWS = [line.strip("| ").split("|") for line in MIGRATION if line.startswith("|")]
+
+
 def test_the_migration_guide_names_fields_that_exist():
-    page = (ROOT / "docs" / "migrating.md").read_text()
-    cells = [line.strip("| ").split("|")[-1] for line in page.splitlines() if line.startswith("|")]
     values = {"auto", "cosine", "linear", "wsd", "adamw", "muon", "wandb", "tensorboard", "trackio"}
-    names = {name for cell in cells for name in re.findall(r"`([a-z]\w+)`", cell)} - values
+    names = {name for *_, ours in MIGRATION_ROWS for name in re.findall(r"`([a-z]\w+)`", ours)} - values
     assert len(names) > 30
     assert names - FIELDS.keys() <= {"bf16", "fp16", "tf32", "fp32"}
 
 
 def test_a_name_of_another_program_is_not_taken_for_a_field_of_another_meaning():
-    lines = (ROOT / "docs" / "migrating.md").read_text().splitlines()
-    rows = [line.strip("| ").split("|") for line in lines if line.startswith("|")]
-    for *cells, ours in rows:
+    for *cells, ours in MIGRATION_ROWS:
         for name in {name for cell in cells for name in re.findall(r"`([a-z_]+)`", cell)} - FIELDS.keys():
             suggestion = re.search(r"did you mean '(\w+)'", hint(name, FIELDS))
             assert not suggestion or f"`{suggestion[1]}`" in ours, (name, suggestion)
