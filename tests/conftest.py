@@ -172,6 +172,11 @@ def metrics(run: Path) -> list[dict]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
+def recorded(run: Path, *columns: str) -> list[tuple]:
+    """The step and these columns of each line of metrics.jsonl."""
+    return [tuple(line[column] for column in ("step", *columns)) for line in metrics(run)]
+
+
 def by_step(run: Path) -> dict[int, dict]:
     return {line["step"]: line for line in metrics(run)}
 

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from recipe.data.shards import Manifest
-from tests.conftest import ROOT, metrics, train
+from tests.conftest import ROOT, recorded, train
 from tests.data import write_tokens
 from tests.data.streams import BATCH, DOCUMENTS, assert_rows, budget, config_of, dataset_of, streaming
 from tests.hub import Fault, Hub
@@ -143,10 +143,6 @@ def test_what_the_hub_does_not_have_is_an_error_without_a_retry(prepared, hub, a
         assert "canary" not in error
 
 
-def losses(run):
-    return [(line["step"], line["loss"], line["val_loss"], line["grad_norm"]) for line in metrics(run)]
-
-
 @pytest.mark.slow
 def test_a_streamed_run_has_the_losses_of_a_run_on_prepared_shards(prepared, tmp_path):
     """Also if it is stopped in the middle of a shard and resumed with two processes on an empty disk."""
@@ -157,12 +153,13 @@ def test_a_streamed_run_has_the_losses_of_a_run_on_prepared_shards(prepared, tmp
 
     train(prepared.out, tmp_path / "prepared", train_text=prepared.text, **tiny, **sizes)
     assert "data       streaming" in train(tmp_path / "s", tmp_path / "streamed", **tiny, **streamed)[1]
-    expected = losses(tmp_path / "prepared")
-    assert losses(tmp_path / "streamed") == expected
+    columns = ("loss", "val_loss", "grad_norm")
+    expected = recorded(tmp_path / "prepared", *columns)
+    assert recorded(tmp_path / "streamed", *columns) == expected
     shutil.rmtree(tmp_path / "streamed" / f"step_{steps:08d}")
     _, output = train(tmp_path / "e", tmp_path / "streamed", processes=2, **tiny, **streamed)
     assert f"resume     from step {stop}" in output
-    for line, expected_line in zip(losses(tmp_path / "streamed"), expected, strict=True):
+    for line, expected_line in zip(recorded(tmp_path / "streamed", *columns), expected, strict=True):
         assert line == (expected_line[0], *(pytest.approx(number, abs=1e-5) for number in expected_line[1:]))
     for directory in ("s", "e"):  # deleted once it was passed; never made, since the resumed run does not need it
         assert not (tmp_path / directory / "train_000000.bin").exists()

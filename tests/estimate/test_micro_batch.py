@@ -14,7 +14,7 @@ from recipe.engine.launch import fail
 from recipe.estimate.fused_loss import fused_loss
 from recipe.estimate.micro_batch import micro_batch
 from tests import processes as programs
-from tests.conftest import TINY, by_step, flags, forget_after, run_train
+from tests.conftest import TINY, flags, forget_after, recorded, run_train
 
 SETTINGS = TINY | {"total_batch_tokens": 256, "sequence_length": 32, "dropout": 0.1, "micro_batch_size": "auto"}
 SETTINGS |= {"max_steps": 6, "save_steps": 4, "eval_steps": "end"}
@@ -29,10 +29,6 @@ def run(shards, directory, memory: str, processes: int = 0, code: int = 0, **fie
     return result
 
 
-def losses(directory) -> list:
-    return [(step, line["loss"], line["grad_norm"]) for step, line in by_step(directory).items()]
-
-
 @pytest.fixture(scope="module")
 def automatic(shards, tmp_path_factory):
     directory = tmp_path_factory.mktemp("auto") / "run"
@@ -45,7 +41,7 @@ def test_a_run_with_auto_equals_one_with_the_number_it_chooses(shards, automatic
     assert "batch      256 tokens = 1 process x 2 micro-steps x 4 sequences x 32" in result.stdout
     fixed = run(shards, tmp_path / "run", "150e6", micro_batch_size=4)
     assert "micro   " not in fixed.stdout
-    assert losses(directory) == losses(tmp_path / "run")
+    assert recorded(directory, "loss", "grad_norm") == recorded(tmp_path / "run", "loss", "grad_norm")
     weights = [load_file(d / "step_00000006" / "model.safetensors") for d in (directory, tmp_path / "run")]
     assert all((weights[0][name] == weights[1][name]).all() for name in weights[0])
     state = json.loads((directory / "step_00000006" / "trainer_state.json").read_text())
@@ -57,7 +53,7 @@ def test_a_resumed_run_keeps_its_micro_batch_size(shards, automatic, tmp_path):
     directory = forget_after(4, shutil.copytree(automatic[0], tmp_path / "run"))
     result = run(shards, directory, "90e6")
     assert "micro      4 sequences a device: as in the run's newest checkpoint" in result.stdout
-    assert losses(directory) == losses(automatic[0])
+    assert recorded(directory, "loss", "grad_norm") == recorded(automatic[0], "loss", "grad_norm")
     # A changed micro_batch_size is reported; a change that affects memory leads to a new choice.
     forget_after(4, directory)
     assert "micro_batch_size 4 -> 2" in run(shards, directory, "90e6", micro_batch_size=2).stdout

@@ -22,7 +22,7 @@ from recipe.utils.errors import UserError
 from recipe.utils.processes import Processes
 from tests import processes
 from tests.checkpoint import replace_files
-from tests.conftest import TINY, by_step, flags, ok, refused, run_train, tiny_flags
+from tests.conftest import TINY, by_step, flags, ok, recorded, refused, run_train, tiny_flags
 from tests.hub import REPO, TOKEN, Fault, Hub
 from tests.hub.conftest import change
 from tests.hub.server import Model
@@ -62,10 +62,6 @@ def train(hub: Hub, shards: Path, run: Path, **fields):
     return run_train(*tiny_flags(shards, run, **PUSH, dropout=0.1, **fields), env=hub.environment)
 
 
-def losses(run: Path) -> dict[int, tuple]:
-    return {step: tuple(line[k] for k in ("loss", "val_loss", "grad_norm")) for step, line in by_step(run).items()}
-
-
 def test_a_run_uploads_its_milestones_and_its_last_checkpoint(shards, whole_run, tmp_path):
     """It trains as without uploads, and the token is in none of its files and not in its output."""
     run = tmp_path / "run"
@@ -74,7 +70,8 @@ def test_a_run_uploads_its_milestones_and_its_last_checkpoint(shards, whole_run,
         assert_on_the_hub(hub, run)
         assert hub.models[REPO].private
         assert all(f"{hub.url}/{REPO}/tree/{branch}" in result.stdout for branch in BRANCHES)
-    assert losses(run) == losses(whole_run[0])
+    columns = ("loss", "val_loss", "grad_norm")
+    assert recorded(run, *columns) == recorded(whole_run[0], *columns)
     files = [path for path in run.rglob("*") if path.is_file()]
     assert len(files) > 10
     assert not [path for path in files if TOKEN.encode() in path.read_bytes()]
