@@ -97,13 +97,7 @@ def tiny_flags(shards, run, **fields) -> list[str]:
 
 
 def launch(
-    config: str,
-    processes: int,
-    *command,
-    env: dict | None = None,
-    cwd: Path = ROOT,
-    timeout: int = 600,
-    real: bool = False,
+    config: str, processes: int, *command, env: dict | None = None, cwd: Path = ROOT, real: bool = False
 ) -> subprocess.CompletedProcess:
     """Runs a script in `processes` processes, as `accelerate launch` does with accelerate_configs/<config>.yaml; with
     `real`, through the launcher itself."""
@@ -113,7 +107,7 @@ def launch(
         path = ROOT / "accelerate_configs" / f"{config}.yaml"
         options = f"--quiet --num_processes {processes} --main_process_port 0 --config_file"
         argv = [sys.executable, "-m", "accelerate.commands.launch", *options.split(), path, *command]
-        return subprocess.run(argv, cwd=cwd, env=environment(env), capture_output=True, text=True, timeout=timeout)
+        return subprocess.run(argv, cwd=cwd, env=environment(env), capture_output=True, text=True, timeout=600)
     launcher_env = {}
     if config.startswith("zero"):
         launcher_env = {
@@ -124,7 +118,7 @@ def launch(
         }
     if config == "fsdp":
         launcher_env = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": "true"}
-    return programs.run(*command, env=launcher_env | (env or {}), cwd=cwd, processes=processes, timeout=timeout)
+    return programs.run(*command, env=launcher_env | (env or {}), cwd=cwd, processes=processes)
 
 
 def ok(result: subprocess.CompletedProcess) -> subprocess.CompletedProcess:
