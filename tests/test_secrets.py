@@ -15,7 +15,7 @@ from recipe.data.tokenizer import open_tokenizer
 from recipe.utils.redaction import HIDDEN, redact, redacted
 from tests import processes as programs
 from tests.canary import CANARY, ENVIRONMENT, HUB_TOKEN, URL, search
-from tests.conftest import ROOT, TINY, flags, ok, train
+from tests.conftest import ROOT, ok, tiny_flags, train
 
 
 @pytest.fixture
@@ -85,19 +85,11 @@ def test_no_file_or_output_holds_a_secret(shards, tmp_path):
         return f"--config={tmp_path / 'recipes' / name}"
 
     # Secrets of the environment in fields, and one in a comment of the recipe.
-    settings = TINY | {
-        "dataset_name": shards,
-        "output_dir": tmp_path / "run",
-        "warmup_steps": 1,
-        "eval_steps": "end",
-        "report_to": "tensorboard" if find_spec("tensorboard") else "",
-        "dataset_config": HUB_TOKEN,
-    }
+    settings = {"warmup_steps": 1, "eval_steps": "end", "dataset_config": HUB_TOKEN}
+    settings |= {"report_to": "tensorboard" if find_spec("tensorboard") else ""}
     mine = recipe("mine.yaml", f"# hf_token: {CANARY}\ndataset_split: {ENVIRONMENT['MY_PASSWORD']}\n")
-    runs = [
-        [mine, *flags(**settings | fields)]
-        for fields in ({"max_steps": 2}, {"max_steps": 3}, {"max_steps": 3, "dry_run": "true"})
-    ]
+    lengths = {"max_steps": 2}, {"max_steps": 3}, {"max_steps": 3, "dry_run": "true"}
+    runs = [[mine, *tiny_flags(shards, tmp_path / "run", **settings, **length)] for length in lengths]
     run = f"--output_dir={tmp_path / 'mistakes'}"
     mistakes = [
         [f"--hf_token={CANARY}"],

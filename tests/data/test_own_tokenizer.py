@@ -24,7 +24,7 @@ from recipe.data.tokenizer import open_tokenizer
 from recipe.hub.model_card import model_card
 from recipe.utils.errors import UserError
 from tests import processes
-from tests.conftest import ROOT, SHAKESPEARE, TINY, by_step, flags, ok, refused, run_train
+from tests.conftest import ROOT, SHAKESPEARE, TINY, by_step, ok, refused, run_train, tiny_flags
 from tests.data import TEXT, data_of, tokens_in
 
 VOCABULARY, END = 600, "<|done|>"
@@ -51,9 +51,8 @@ def save(tokenizer: Tokenizer, directory, eos_token: str | None = END) -> str:
 
 
 def run_flags(root, **fields) -> list[str]:
-    paths = {"dataset_name": root / "text.txt", "tokenizer": root / "own", "output_dir": root / "run"}
-    settings = TINY | paths | fields
-    return flags(**settings, **({"val_fraction": 0.1} if settings["dataset_name"] == paths["dataset_name"] else {}))
+    text_fields = {} if "dataset_name" in fields else {"val_fraction": 0.1}
+    return tiny_flags(root / "text.txt", root / "run", **{"tokenizer": root / "own"} | text_fields | fields)
 
 
 @pytest.fixture(scope="module")
