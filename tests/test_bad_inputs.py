@@ -117,13 +117,7 @@ MISTAKES = {
         "yet; first run python -m recipe.data.prepare with the same flags, or pass --streaming true",
     ),
     "offline": (
-        lambda box: flags(
-            config="gpt2",
-            train_text="HuggingFaceFW/fineweb-edu",
-            dataset_name=box.path / "x",
-            output_dir=box.run,
-            streaming=True,
-        ),
+        lambda box: box.train(box.path / "x", train_text="fineweb-edu", streaming=True),
         "error: data set fineweb-edu: no such path on this disk, and the Hub reports",
     ),
     "nothing to prepare": (lambda box: ["prepare", "--dataset_name=nothere"], "dataset_name nothere: no such file, "),

@@ -306,10 +306,7 @@ def test_several_processes_search_together(engine, tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "size", "length"),
-    [
-        ("fineweb", r"24 layers, 1024 wide \(medium\)", "train_hours"),
-        ("text.txt", r"\d+ layers, \d+ wide", "max_steps"),
-    ],
+    [("fineweb", "24 layers, 1024 wide .medium.", "train_hours"), ("text.txt", r"\d+ layers, \d+ wide", "max_steps")],
 )
 def test_a_plan_by_dollars_for_other_devices(text, size, length, tmp_path, call_here):
     """Chinchilla's 20 tokens a parameter would be 260 M parameters; and money does not lengthen a short text."""

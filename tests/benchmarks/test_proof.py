@@ -110,9 +110,7 @@ def test_the_steps_are_commands_that_exist(tmp_path, capsys):
 
 def test_the_ceiling_of_this_machine(tmp_path):
     recipe = tmp_path / "tiny.yaml"
-    recipe.write_text(
-        "n_layer: 1\nn_head: 2\nn_embd: 32\nn_positions: 32\nsequence_length: 32\ndataset_name: data/none\n"
-    )
+    recipe.write_text("n_layer: 1\nn_head: 2\nn_embd: 32\nn_positions: 32\nsequence_length: 32\ndataset_name: none\n")
     assert bench.main(["ceiling", "--config", str(recipe), "--out", str(tmp_path)]) == 0
     result = json.loads((tmp_path / "ceiling.json").read_text())
     assert len(result["flops"]) == 5

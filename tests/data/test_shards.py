@@ -71,11 +71,10 @@ def test_shards_without_a_manifest_are_found_by_name(tmp_path):
         find_shards(str(tmp_path), "val")
 
 
-BAD_ENTRIES = [
-    ("file", name) for name in ("../train_000000.bin", "/etc/passwd", "train_000001.bin", "a.bin", "", None, 3)
-]
-BAD_ENTRIES += [("split", ".."), ("tokens", 0), ("tokens", "9"), ("tokens", True), ("sha256", None), ("sha256", "0")]
-BAD_ENTRIES += [("next", None), ("next", {"document": -1, "tokens": 0})]
+# Fields of a shard in a manifest
+BAD = [("file", name) for name in ("../train_000000.bin", "/etc/passwd", "train_000001.bin", "a.bin", "", None, 3)]
+BAD += [("split", ".."), ("tokens", 0), ("tokens", "9"), ("tokens", True), ("sha256", None), ("sha256", "0")]
+BAD += [("next", None), ("next", {"document": -1, "tokens": 0})]
 
 
 def test_shards_with_a_manifest_are_those_it_lists(tmp_path):
@@ -108,7 +107,7 @@ def test_shards_with_a_manifest_are_those_it_lists(tmp_path):
     good = json.loads((tmp_path / "manifest.json").read_text()) | {"format_version": 1}
     entry = good["shards"][0]
     bad = ['{"complete": tr', "{}", "[" * 100_000, "3", json.dumps(good | {"pickle": ""})]
-    bad += [json.dumps(good | {"shards": [entry | {name: value}]}) for name, value in BAD_ENTRIES]
+    bad += [json.dumps(good | {"shards": [entry | {name: value}]}) for name, value in BAD]
     for content in bad:
         (tmp_path / "manifest.json").write_text(content)
         with pytest.raises(UserError, match=r"manifest\.json cannot be read \(.+\); .*delete .* and prepare again$"):

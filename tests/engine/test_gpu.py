@@ -113,17 +113,12 @@ def test_gpu_resumes_what_the_cpu_saved(shards, reference, half_of_a_cpu_run, tm
 
 @pytest.mark.parametrize(
     ("dtype", "share", "tolerance"),
-    [
-        (torch.float32, True, 1e-2),
-        (torch.float32, False, 1e-2),
-        (torch.bfloat16, True, 1.5),
-        (torch.float16, True, 0.5),
-    ],
+    [("float32", True, 1e-2), ("float32", False, 1e-2), ("bfloat16", True, 1.5), ("float16", True, 0.5)],
 )
 def test_gpu_scores_hellaswag_as_the_cpu(tiny_gpt2, dtype, share, tolerance):
     """Scores are sums over some 30 tokens, of tens of nats."""
     rows, scores = hellaswag.load_rows()[::500], []
-    for device, device_dtype in (("cpu", torch.float32), ("cuda", dtype)):
+    for device, device_dtype in (("cpu", torch.float32), ("cuda", getattr(torch, dtype))):
         loaded = tiny_gpt2(n_positions=256)
         loaded.model.to(device, device_dtype)
         model = dataclasses.replace(loaded.lm, device=torch.device(device), shares_contexts=share)

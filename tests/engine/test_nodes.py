@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -120,9 +120,7 @@ for i in {1..300}; do sleep 0.1; done
 """
 
 
-def submit_with_fake_launcher(
-    tmp_path, *arguments: str, exit_code: str = ""
-) -> AbstractContextManager[tuple[subprocess.Popen, Path]]:
+def submit_with_fake_launcher(tmp_path, *arguments: str, exit_code: str = ""):
     """A job whose launchers record their arguments, and exit with `exit_code`, or else wait for SIGTERM."""
     (tmp_path / "accelerate").write_text(ACCELERATE)
     (tmp_path / "accelerate").chmod(0o755)

@@ -21,10 +21,7 @@ REAL = SMALL + " --precision=fp32 --gradient_checkpointing=true"
 MUON = "--optim=muon --precision=fp32 --n_layer=4 --n_head=4 --n_embd=256 --sequence_length=64"
 MUON += " --micro_batch_size=1 --total_batch_tokens=128 of 512"
 CHUNKS = SMALL + " --loss_chunk_size=128"
-FAKE = [
-    GPT2 + " --gradient_checkpointing=true",
-    "--config=gpt2-xl --torch_compile=false --n_layer=8 --total_batch_tokens=8192",
-]
+FAKE = [GPT2 + " --gradient_checkpointing=true", "--config=gpt2-xl --n_layer=8 --total_batch_tokens=8192"]
 
 
 @pytest.mark.parametrize(

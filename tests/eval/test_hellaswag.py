@@ -51,9 +51,8 @@ def test_llmc_style_by_hand():
 
 def test_what_each_style_encodes(tiny_gpt2):
     encode, decode = tiny_gpt2().encode, tiny_gpt2().tokenizer.decode
-    (first, second, *_), _ = hellaswag.encode_row(
-        encode, ROW | {"ctx": "He sp", "endings": ["in", "lit.", "a"]}, "llmc"
-    )
+    row = ROW | {"ctx": "He sp", "endings": ["in", "lit.", "a"]}
+    (first, second, *_), _ = hellaswag.encode_row(encode, row, "llmc")
     assert first.tokens == encode("He sp") + encode(" in")  # separately
     assert decode(second.tokens[-second.n_scored :]) == " lit."
 

@@ -42,9 +42,7 @@ def test_a_dry_run_for_other_devices_describes_those_devices():
     )
     # 9 ms a step by the speed of eight, and 10.8 by the lowest
     spread = panel("128xh100", "--config=gpt2")["time"]
-    assert re.fullmatch(
-        "about 3 min 11 s to 3 min 2. s at .*; on 128 comm.* of the time; a step takes at least 10 ms", spread
-    )
+    assert re.fullmatch("about 3 min 11 s to 3 min 2. s at .*; on 128 comm.* time; a step takes at least 10 ms", spread)
     small = panel("h100", "--max_steps=1000", "--micro_batch_size=auto")
     memory = small["memory"].split()
     assert f": {memory[1]} {memory[2]} of 80 GB, an estimate" in small["micro"], "in the same unit"
