@@ -41,11 +41,13 @@ VENV := $(if $(findstring tpu,$(notdir $(ACCELERATE))),.venv-tpu,.venv)
 BIN := $(VENV)/bin
 # --quiet: after the process fails, the last line is its error message, not the launcher's traceback. With several
 # processes torchrun's traceback follows the message all the same.
-# On Ctrl-C the trainer saves a checkpoint, and the launcher, which as a command in the background ignores Ctrl-C, waits
-# for it; one that has not started the trainer yet is ended. make then ends too, without calling it an error.
-launched = stopped=; $(LAUNCH) $(1) & pid=$$!; trap 'stopped=1; ps -A -o ppid= | grep -qw $$pid || kill $$pid' INT; \
-	until wait $$pid; do kill -0 $$pid 2>/dev/null || { [ $$stopped ]; exit; }; done
 LAUNCH := $(BIN)/accelerate launch --quiet --config_file $(ACCELERATE) $(if $(PROCESSES),--num_processes $(PROCESSES))
+# On Ctrl-C the trainer saves a checkpoint, and the launcher, which as a command in the background ignores Ctrl-C, waits
+# for it; one that has not started the trainer yet is ended (a slim container has no ps, and it is not). make then ends
+# too, without calling it an error.
+launched = stopped=; $(LAUNCH) $(1) & pid=$$!; \
+	trap 'stopped=1; parents=$$(ps -A -o ppid= 2>&1) && ! echo "$$parents" | grep -qw $$pid && kill $$pid' INT; \
+	until wait $$pid; do kill -0 $$pid 2>/dev/null || { [ $$stopped ]; exit; }; done
 # What must be installed for a training run.
 TRAINING := $(VENV)/installed $(if $(findstring zero,$(ACCELERATE)),.venv/installed-deepspeed) $(if $(findstring --report_to,$(ARGS)),$(VENV)/installed-trackers)
 TRAIN = recipe/train.py --config $(call as_word,CONFIG) $(if $(FRESH),--fresh) $(ARGS)
