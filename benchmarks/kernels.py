@@ -14,6 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import peer, report
+from benchmarks.ceiling import SMI
 from benchmarks.runs import FIELDS, device, shards
 from recipe import train
 from recipe.config import parse_config
@@ -59,7 +60,8 @@ def profiled(sizes: dict, flags: list[str], peer_kind: str, seconds: float) -> d
     """Takes steps for so many seconds, then profiles some. Raises UserError if the run fails.
 
     Returns `kernels`, (name, launches, milliseconds) of each in a step, the slowest first; `step_ms`, a step's time
-    before they are profiled, and `profiled_step_ms` meanwhile.
+    before they are profiled, and `profiled_step_ms` meanwhile; and `smi`, what nvidia-smi says amid the former, since a
+    device may lower its clock under load.
     """
     on_cpu = device().type == "cpu"
     activity = ProfilerActivity.CPU if on_cpu else ProfilerActivity.CUDA
@@ -78,6 +80,9 @@ def profiled(sizes: dict, flags: list[str], peer_kind: str, seconds: float) -> d
         while not steps or time.perf_counter() <= start + seconds:
             yield
             steps += 1
+            several_queued = (WARMUP_STEPS + steps) % LOGGING_STEPS == LOGGING_STEPS - 1
+            if several_queued and "smi" not in results and time.perf_counter() > start + seconds / 2:
+                results["smi"] = hardware.nvidia_smi(*SMI)
         results["step_ms"] = 1e3 * (clock() - start) / steps
         profiler.start()
         start = time.perf_counter()
