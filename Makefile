@@ -27,10 +27,12 @@ WORKERS ?= logical
 # Seconds that torchrun gives a run to save a checkpoint before killing it; the default of 30 is too short for a large model.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT ?= 300
 
-# A variable of the command line that is not listed above is a mistake, as HOUR=2 is. Tests set BIN and LAUNCH.
-VARIABLES := $(shell sed -En 's/^(export )?([A-Z_]+) \?=.*/\2/p' $(firstword $(MAKEFILE_LIST)))
-UNKNOWN := $(strip $(foreach name,$(filter-out $(VARIABLES) BIN LAUNCH SHELL MAKE%,$(.VARIABLES)),$(if $(findstring command line,$(origin $(name))),$(name))))
-$(if $(UNKNOWN),$(error unknown variable $(UNKNOWN); there are $(VARIABLES)))
+# A variable of the command line that is not listed above is a mistake, as HOUR=2 is, unless it is one of the programs'
+# that make starts. Tests set BIN and LAUNCH.
+VARIABLES := $(shell sed -En 's/^(export )?([A-Z_]+) \?=.*/\2/p' $(lastword $(MAKEFILE_LIST)))
+FOREIGN := BIN LAUNCH SHELL MAKE% ACCELERATE_% CUDA_% HF_% NCCL_% OMP_% PYTORCH_% TORCH_% TPU_% WANDB_%
+UNKNOWN := $(strip $(foreach name,$(filter-out $(VARIABLES) $(FOREIGN),$(.VARIABLES)),$(if $(findstring command line,$(origin $(name))),$(name))))
+$(if $(UNKNOWN),$(error unknown variable $(UNKNOWN); there are $(VARIABLES), and one of the environment goes before make))
 
 # Quote a text, or a variable's value, as one shell word, whatever it contains.
 quoted = '$(subst ','\'',$(1))'
@@ -47,6 +49,7 @@ LAUNCH := $(BIN)/accelerate launch --quiet --config_file $(ACCELERATE) $(if $(PR
 # too, without calling it an error.
 launched = stopped=; $(LAUNCH) $(1) & pid=$$!; \
 	trap 'stopped=1; parents=$$(ps -A -o ppid= 2>&1) && ! echo "$$parents" | grep -qw $$pid && kill $$pid' INT; \
+	trap 'kill 0' QUIT; \
 	until wait $$pid; do kill -0 $$pid 2>/dev/null || { [ $$stopped ]; exit; }; done
 # What must be installed for a training run.
 TRAINING := $(VENV)/installed $(if $(findstring zero,$(ACCELERATE)),.venv/installed-deepspeed) $(if $(findstring --report_to,$(ARGS)),$(VENV)/installed-trackers)

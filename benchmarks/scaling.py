@@ -30,7 +30,7 @@ from recipe.data.survey import Text, survey
 from recipe.estimate.forecast import recipe
 from recipe.estimate.scaling import SCALING, error_of, law, line_through
 from recipe.utils.checkpoints import read_metrics
-from recipe.utils.errors import ArgumentParser
+from recipe.utils.errors import ArgumentParser, UserError
 
 # Layers, width, tokens.
 GRID = ((2, 64, 32_768), (2, 64, 128_000), (2, 64, 512_000), (4, 128, 1_024_000), (2, 64, 2_048_000))
@@ -44,7 +44,8 @@ def train(text: Text, layers: int, width: int, tokens: int) -> float:
     with tempfile.TemporaryDirectory() as directory:
         values |= {"max_steps": tokens // 1024, "total_batch_tokens": 1024, "output_dir": directory, "seed": 1}
         values["eval_tokens"] = 65_536  # all validation tokens of a short text
-        train_to_end(values)
+        if train_to_end(values):
+            raise UserError("the run was stopped; the same command trains it again")
         return read_metrics(Path(directory) / "metrics.jsonl")[-1]["val_loss"]
 
 

@@ -6,6 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -196,16 +197,21 @@ def load(args: argparse.Namespace, variable: str = "MODEL") -> Loaded:
         print(
             f"note: the model has no use for {len(unexpected_keys)} of the file's weights, such as {unexpected_keys[0]}"
         )
-    if damaged := next((key for key, weight in model.named_parameters() if not weight.isfinite().all()), ""):
+    if damaged := next((key for key, weight in model.named_parameters() if is_damaged(weight)), ""):
         raise UserError(f"model {name}: {damaged} has values that are NaN or infinite: the model has diverged")
-    n_embeddings, largest = model.get_input_embeddings().num_embeddings, max(tokenizer.get_vocab().values())
-    if largest >= n_embeddings:
-        raise UserError(f"model {name}: it has {n_embeddings:,} embeddings, and its tokenizer {largest + 1:,} tokens")
+    n_embeddings, n_tokens = len(model.get_input_embeddings().weight), tokenizer.vocab_size  # without added tokens
+    if n_tokens > n_embeddings:
+        raise UserError(f"model {name}: it has {n_embeddings:,} embeddings, and its tokenizer {n_tokens:,} tokens")
     model.to(device).tie_weights()  # moving to a TPU or to XLA unties them
     loaded = Loaded(name, directory, model.eval(), tokenizer)
     fields = loaded.describe()
     print(f"model {name}: {model.num_parameters():,} parameters, {fields['device']}, {fields['dtype']}", flush=True)
     return loaded
+
+
+def is_damaged(weight: torch.Tensor) -> bool:
+    """Whether a value is NaN or infinite; of eight bits, where torch cannot tell, it is taken for sound."""
+    return weight.element_size() > 1 and not bool(weight.isfinite().all())
 
 
 def hub_problem() -> str:
@@ -252,8 +258,8 @@ _SCORE: dict = {
 }
 _ROW = {"metric": str, "ours": float, "theirs": float, "difference": float, "ci95": (None, [float, float])}
 _RESULTS = {
-    "compare": (None, {"model": (None, str), "other": str, "rows": [_ROW], "prompt": str, "samples": [str]}),
-    ...: {"model": (None, str), "weights": (None, str), "scores": (None, [_SCORE])},
+    "compare": {"model": (None, re.compile("[^\0]+")), "other": str, "rows": [_ROW], "prompt": str, "samples": [str]},
+    ...: {"model": (None, re.compile("[^\0]+")), "weights": (None, str), "scores": (None, [_SCORE])},
 }
 
 
@@ -278,10 +284,10 @@ def results_path(output: Path | None, loaded: Loaded) -> Path:
 
 
 def weights_sha256(directory: Path) -> str | None:
-    """The SHA-256 of a checkpoint's weights, by its manifest; None for a model without one."""
-    if not (directory / "manifest.json").exists():
-        return None
-    return manifest_of(directory).get("model.safetensors", (0, None))[1]
+    """The SHA-256 of a checkpoint's weights, by its manifest; None for a model without a readable one."""
+    with suppress(UserError):
+        return manifest_of(directory).get("model.safetensors", (0, None))[1]
+    return None
 
 
 def same_model(path: Path, recorded: dict, name: str, weights: str | None) -> bool:
@@ -290,14 +296,16 @@ def same_model(path: Path, recorded: dict, name: str, weights: str | None) -> bo
     one does not exist (any more, or from here)."""
     if weights and recorded.get("weights"):
         return weights == recorded["weights"]
-    recorded_path, model_path = Path(recorded.get("model", name)).resolve(), Path(name).resolve()
+    recorded_path, model_path = Path(recorded.get("model") or name).resolve(), Path(name).resolve()
     return recorded_path == model_path or (path.parent.resolve() == model_path and not recorded_path.exists())
 
 
 def own_results(checkpoint: Path) -> dict:
     """The results in a checkpoint that are of its own weights. Prints a note about others. Raises UserError."""
-    path, weights = checkpoint / "results.json", weights_sha256(checkpoint)
-    results = read_results(path)
+    path = checkpoint / "results.json"
+    if not (results := read_results(path)):
+        return {}
+    weights = weights_sha256(checkpoint)
     others = [key for key, result in results.items() if not same_model(path, result, str(checkpoint), weights)]
     for key in others:
         print(f"note: {key} in {path} is of another model, and is not shown", flush=True)

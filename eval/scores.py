@@ -65,11 +65,11 @@ def all_scores(results: dict) -> list[dict]:
 def table_row(score: dict) -> tuple[str, str, str, str]:
     """A score as a table row: (data, metric, value, how)."""
     data = ", ".join(filter(None, (score["dataset_name"], score.get("dataset_split"))))
-    interval = "" if score["ci95"] is None else f" ± {score['ci95']:.4f}"
+    interval = "" if score.get("ci95") is None else f" ± {score['ci95']:.4f}"
     return data, score["metric_name"], f"{score['metric_value']:.4f}{interval}", score["how"]
 
 
 def comparison_row(row: dict) -> tuple[str, str, str, str]:
     """A row of eval/compare.py as a table row: (metric, ours, theirs, difference with its interval)."""
-    interval = "  [{:+.4f}, {:+.4f}]".format(*row["ci95"]) if row["ci95"] else ""
+    interval = "  [{:+.4f}, {:+.4f}]".format(*row["ci95"]) if row.get("ci95") else ""
     return row["metric"], f"{row['ours']:.4f}", f"{row['theirs']:.4f}", f"{row['difference']:+.4f}{interval}"

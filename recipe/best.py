@@ -50,7 +50,7 @@ from recipe.utils.checkpoints import read_metrics
 from recipe.utils.errors import ArgumentParser, ExitCode, UserError
 from recipe.utils.files import replace_file
 from recipe.utils.log import set_up_logging
-from recipe.utils.redaction import redact
+from recipe.utils.redaction import home_as_tilde, redact
 from recipe.utils.units import duration, si
 
 logger = logging.getLogger("recipe.best")
@@ -158,7 +158,7 @@ def earlier_recipe(request: argparse.Namespace, config: Config, strategy: Strate
     with strategy.runtime.processes.shared_error("there is another recipe"):
         if path.exists() and not config.run.fresh:
             lines = path.read_text().splitlines()
-            if f"# {redact(request.title)}" not in lines:
+            if not {f"# {request.title}", f"# {redact(request.title)}"} & {*lines}:
                 raise UserError(f"{path} is for something else; give another --run_name, or --fresh")
             return lines
     return None
@@ -187,7 +187,9 @@ def write_recipe(request: argparse.Namespace, flags: list[str], config: Config, 
             f"Validation loss to expect: {best.loss:.3f}, give or take {forecaster.relative_error(best):.0%}",
         ]
         comments = "".join(f"# {line}\n" for line in "\n".join(head).split("\n"))  # a name may hold \n
-        content = redact(comments + yaml_of(fields))
+        paths = {name for name in fields if FIELDS[name].metadata["path"]}
+        fields |= {name: (home_as_tilde(fields[name][0]), fields[name][1]) for name in paths}
+        content = redact(comments) + yaml_of(fields)
         lock.close()
         with processes.shared_error("the recipe cannot be written"):  # no process reads it before it is there
             if processes.is_main:

@@ -263,7 +263,7 @@ def trial(config: Config, directory: Path, strategy: Strategy) -> Finding:
     fields |= dict.fromkeys(("train_hours", "num_train_epochs", "max_hours"), 0.0)  # whatever the flags say
     fields |= {"report_to": "none", "push_to_hub": False, "dry_run": False, "output_dir": str(directory / "trial")}
     config, note = config.replace(**fields), ""
-    if not (data.streaming or data.mixture or glob(data.dataset_name)):
+    if not (data.streaming or data.mixture or Path(data.dataset_name).exists() or glob(data.dataset_name)):
         note = f"; on the text that ships, since {data.dataset_name} is not prepared yet"
         shipped = DataConfig(str(directory / "text"), train_text=str(SHIPPED_TEXT), val_fraction=0.1)
         shipped = dataclasses.replace(shipped, tokenizer=data.tokenizer, sequence_length=data.sequence_length)

@@ -208,6 +208,10 @@ MISTAKES = {
         "error: val_fraction is for text, but dataset_name ",
         " is shards; remove --val_fraction",
     ),
+    "a split of what is not there": (
+        lambda box: box.train(box.path / "typo.txt", val_fraction=0.2),
+        "typo.txt: no such file, directory or data set",
+    ),
     "how to compile what is not compiled": (
         lambda box: box.train(torch_compile_mode="regional"),
         "torch_compile_mode is for torch_compile True, but torch_compile is False; remove torch_compile_mode, or set",

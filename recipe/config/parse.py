@@ -2,6 +2,7 @@
 limits of single fields are in fields.py)."""
 
 import argparse
+import glob
 import os
 import re
 import sys
@@ -58,8 +59,8 @@ def parse_config(argv: list[str] | None = None) -> Config:
     )
     config = Config(ModelConfig(**model), data_config(data), OptimizerConfig(**optimizer), RunConfig(**run))
     check(config)
-    if not (config.data.mixture or config.data.train_text):
-        shards = config.data.dataset_name
+    shards = config.data.dataset_name
+    if not (config.data.mixture or config.data.train_text) and (Path(shards).exists() or glob.glob(shards)):
         for name in sorted(flags.keys() & {*SHARD_FIELDS, "disk_budget_gb"} - {"tokenizer"}):
             raise UserError(f"{name} is for text, but dataset_name {shards} is shards; remove --{name}")
     return config

@@ -298,6 +298,8 @@ def weight_files(directory: str) -> list[Path]:
     if file.is_file():
         return [file]
     if not index.is_file():
+        if parts := sorted(index.parent.glob(WEIGHT_FILES[2])):
+            raise UserError(f"{directory} has {parts[0].name}, but no {index.name}; copy or download that too")
         raise no_safetensors(directory)
     with reading(index, "copy or download it again"):
         names = {Path(name).name for name in json.loads(index.read_bytes())["weight_map"].values()}

@@ -28,6 +28,11 @@ def redact(text: str) -> str:
         text = text.replace(secret, HIDDEN)
     for pattern, replacement in _PATTERNS:
         text = pattern.sub(replacement, text)
+    return home_as_tilde(text)
+
+
+def home_as_tilde(text: str) -> str:
+    """`text` with ~ for the home directory."""
     home = os.path.expanduser("~").rstrip("/")
     if home and home != "~":
         text = re.sub(rf"(?<![\w./~-]){re.escape(home)}(?![\w.-])", "~", text)

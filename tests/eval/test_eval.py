@@ -389,6 +389,8 @@ def test_a_file_of_something_else_is_not_overwritten_with_results(tmp_path):
         '{"loss": 3.1}',
         '{"a": {"scores": 5}}',
         '{"compare": {}}',
+        '{"compare": null}',
+        '{"a": {"model": "\\u0000"}}',
         '{"a": {"scores": [{}]}}',
         "x",
     ):
@@ -406,6 +408,8 @@ def test_results_of_other_weights_are_not_shown(whole_run, tmp_path, command, ca
     assert "HellaSwag" in model_card(checkpoint)
     moved = checkpoint.rename(tmp_path / "step_00000020")
     assert "HellaSwag" in model_card(moved)
+    (tmp_path / "manifest.json").write_text("{")  # of an older checkpoint, without results
+    assert common.own_results(tmp_path) == {}
     results = json.loads((moved / "results.json").read_text())
     results["hellaswag"]["weights"] = "0" * 64
     (moved / "results.json").write_text(json.dumps(results))
