@@ -85,7 +85,7 @@ def test_no_file_or_output_holds_a_secret(shards, tmp_path):
         return f"--config={tmp_path / 'recipes' / name}"
 
     # Secrets of the environment in fields, and one in a comment of the recipe.
-    settings = {"warmup_steps": 1, "eval_steps": "end", "dataset_config": HUB_TOKEN}
+    settings = {"warmup_steps": 1, "eval_steps": "end", "sample_prompt": HUB_TOKEN}
     settings |= {"report_to": "tensorboard" if find_spec("tensorboard") else ""}
     mine = recipe("mine.yaml", f"# hf_token: {CANARY}\ndataset_split: {ENVIRONMENT['MY_PASSWORD']}\n")
     lengths = {"max_steps": 2}, {"max_steps": 3}, {"max_steps": 3, "dry_run": "true"}

@@ -88,7 +88,7 @@ def test_equal_to_transformers(n_embd, n_head, tmp_path):
         assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
         with torch.no_grad():
             assert torch.equal(reloaded(ids), model(ids))
-    save_file({"transformer.wpe.weight": torch.zeros(1)}, tmp_path / "sharded" / "model-00009-of-00009.safetensors")
+    save_file({"transformer.wpe.weight": torch.zeros(1)}, tmp_path / "sharded" / "model-00099-of-00099.safetensors")
     own_model(tmp_path / "sharded")  # the index does not list it
     first_part.unlink()
     with pytest.raises(UserError, match=f"sharded lacks {first_part.name}, which model.safetensors.index.json lists"):
