@@ -48,7 +48,7 @@ LAUNCH := $(BIN)/accelerate launch --quiet --config_file $(ACCELERATE) $(if $(PR
 # for it; one that has not started the trainer yet is ended (a slim container has no ps, and it is not). make then ends
 # too, without calling it an error.
 launched = stopped=; $(LAUNCH) $(1) & pid=$$!; \
-	trap 'stopped=1; parents=$$(ps -A -o ppid= 2>&1) && ! echo "$$parents" | grep -qw $$pid && kill $$pid' INT; \
+	trap 'stopped=1; parents=$$(ps -A -o ppid= 2>/dev/null) && ! echo "$$parents" | grep -qw $$pid && kill $$pid' INT; \
 	trap 'kill 0' QUIT; \
 	until wait $$pid; do kill -0 $$pid 2>/dev/null || { [ $$stopped ]; exit; }; done
 # What must be installed for a training run.

@@ -249,7 +249,7 @@ class GPT2LMHeadModel(nn.Module):
     def load_weights(self, tensors: dict[str, torch.Tensor], origin: str) -> None:
         """Copies `tensors`, by transformers' names, into the parameters; `origin` is named in errors.
 
-        Raises UserError for missing, unexpected or misshapen tensors, and for a head of its own.
+        Raises UserError for missing, unexpected or misshapen tensors, NaN or infinity, and a head that is not tied.
         """
         tensors = {k: v for k, v in tensors.items() if not _OLD_BUFFERS.search(k)}
         head = tensors.pop("lm_head.weight", None)
