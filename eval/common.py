@@ -204,7 +204,10 @@ def load(args: argparse.Namespace, variable: str = "MODEL") -> Loaded:
     n_embeddings, n_tokens = len(model.get_input_embeddings().weight), tokenizer.vocab_size  # without added tokens
     if n_tokens > n_embeddings:
         raise UserError(f"model {name}: it has {n_embeddings:,} embeddings, and its tokenizer {n_tokens:,} tokens")
-    model.to(device).tie_weights()  # moving to a TPU or to XLA unties them
+    is_tied = getattr(model.get_output_embeddings(), "weight", None) is model.get_input_embeddings().weight
+    model.to(device)
+    if is_tied:  # moving to a TPU or to XLA unties them
+        model.tie_weights()
     loaded = Loaded(name, directory, model.eval(), tokenizer)
     fields = loaded.describe()
     print(f"model {name}: {model.num_parameters():,} parameters, {fields['device']}, {fields['dtype']}", flush=True)

@@ -51,7 +51,7 @@ def test_a_stream_gives_the_prepared_batches_within_its_disk_budget(prepared, tm
         read.set()
         watcher.join()
         assert s.datasets[0].state_dict()["shards"] == expected.state_dict()["shards"]
-        names = [path.name for path in s.out.glob("*.bin")]
+    names = [path.name for path in s.out.glob("*.bin")]
     assert Manifest.load(tmp_path / "s") == Manifest.load(prepared.out)
     assert 0 < max(sizes) <= data.disk_budget_gb * 1e9
     assert len(names) < len(prepared.manifest.shards)  # it had to delete some

@@ -382,6 +382,15 @@ def test_logits_equal_those_of_transformers(tiny_gpt2, loaded):
         torch.testing.assert_close(loaded.model(ids).logits, tiny_gpt2(64).model(ids).logits, atol=1e-4, rtol=1e-5)
 
 
+def test_a_head_of_its_own_is_evaluated(model_dir, tmp_path):
+    """Although the configuration says that it is tied, by which transformers loads the file's own."""
+    shutil.copytree(model_dir, tmp_path / "model")
+    weights = load_file(model_dir / "model.safetensors")
+    weights["lm_head.weight"] = 2 * weights["transformer.wte.weight"]
+    save_file(weights, tmp_path / "model/model.safetensors", metadata={"format": "pt"})
+    torch.testing.assert_close(load(tmp_path / "model").model.lm_head.weight, weights["lm_head.weight"])
+
+
 def test_a_file_of_something_else_is_not_overwritten_with_results(tmp_path):
     path = tmp_path / "results.json"
     for content in (
