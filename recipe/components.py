@@ -222,8 +222,7 @@ def _check_data_of_finished_run(config: Config, state: dict) -> None:
 def with_vocabulary(config: Config, processes: Processes) -> Config:
     """The configuration with the vocabulary size of its tokenizer, which each node's first process loads first. A
     collective call. Raises UserError, on all processes."""
-    with processes.shared_error("the tokenizer cannot be loaded"), processes.main_process_first():
-        tokenizer = open_tokenizer(config.data.tokenizer)
+    tokenizer = processes.in_turns(lambda: open_tokenizer(config.data.tokenizer), "the tokenizer cannot be loaded")
     return config.replace(vocab_size=tokenizer.vocab_size)
 
 
@@ -236,8 +235,7 @@ def with_steps(config: Config, processes: Processes, *, decay_due: bool = False)
         return config.replace(max_steps=steps)
     if not (epochs := config.run.num_train_epochs):
         return config
-    with processes.shared_error("the data cannot be prepared"), processes.main_process_first():
-        windows = training_windows(config)
+    windows = processes.in_turns(lambda: training_windows(config), "the data cannot be prepared")
     steps = max(1, ceil(epochs * windows / (config.optimizer.total_batch_tokens // config.data.sequence_length)))
     config = config.replace(max_steps=steps, num_train_epochs=0.0)
     check(config)

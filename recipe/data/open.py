@@ -4,6 +4,7 @@ import logging
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from recipe.config import MIXTURE_PERIOD, BatchPlan, Config, DataConfig, MixtureEntry, data_sets
@@ -47,9 +48,7 @@ def open_datasets(
             if is_stream:
                 train, validation = _open_stream(data, settings, processes, first_window, saved, stack)
             else:
-                with processes.shared_error("the data cannot be prepared"), processes.main_process_first():
-                    if must_prepare(data):
-                        prepare(data)
+                processes.in_turns(partial(_prepare_missing, data), "the data cannot be prepared")
                 sequences = 0 if config.undecided else config.optimizer.max_steps * batch.sequences * entry.share
                 train, validation = _open_prepared(data, settings, sequences)
             train_sets.append(train)
@@ -61,6 +60,11 @@ def open_datasets(
             return
         train, val = (MixedDataset(entries, parts, batch.sequences, run.seed) for parts in (train_sets, val_sets))
         yield train, val
+
+
+def _prepare_missing(data: DataConfig) -> None:
+    if must_prepare(data):
+        prepare(data)
 
 
 def _check_same_on_all_nodes(datasets: list[TokenDataset], processes: Processes) -> None:

@@ -1,15 +1,17 @@
 """The processes of a launch: the rank of this one, and how they communicate."""
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 
 from recipe.utils.errors import Unreachable, UserError, may_pass
 
-LONGEST_TURN = timedelta(days=7)  # of one process in `main_process_first`, such as preparing a large text
+LONGEST_TURN = timedelta(days=7)  # of one process in `in_turns`, such as preparing a large text
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -73,34 +75,18 @@ class Processes:
             error = e
         if self.anywhere(error is not None):
             kind = Unreachable if self.anywhere(error is not None and may_pass(error)) else UserError
-            raise kind(str(error or "") or f"{failure} on another process; its error message has the cause")
+            raise kind(str(error or f"{failure} on another process; its error message has the cause"))
 
-    @contextmanager
-    def main_process_first(self) -> Generator[None, None, None]:
-        """Context: the main process enters first, then one process of each other node, then the rest; none after one
-        that has raised. Use it within `shared_error`. They wait in a group of their own, since preparing text may
-        take longer than the timeout of other collective calls."""
-        turn = 0 if self.is_main else 1 if self.local_rank == 0 else 2
-        group, failed = None, torch.zeros(1, dtype=torch.int32)
-        if self.hosts is not None:
-            group = torch.distributed.new_group(backend="gloo", timeout=LONGEST_TURN)
-
-        def wait(turns: int) -> None:
-            for _ in range(turns if group else 0):
-                torch.distributed.all_reduce(failed, torch.distributed.ReduceOp.MAX, group=group)
-
-        try:
-            wait(turn)
-            if failed:
-                raise UserError  # whose message is that of `shared_error`
-            yield
-        except KeyboardInterrupt:  # this process ends now, and with it the group
-            group = None
-            raise
-        except BaseException:
-            failed.fill_(1)
-            raise
-        finally:
-            wait(2 - turn)
-            if group:
-                torch.distributed.destroy_process_group(group)
+    def in_turns(self, action: Callable[[], Result], failure: str) -> Result:
+        """What `action` returns, which the main process calls first, then one process of each other node, then the
+        rest; none after one that has failed, as in `shared_error`. They wait in a group of their own, since preparing
+        text may take longer than the timeout of other collective calls."""
+        group = torch.distributed.new_group(backend="gloo", timeout=LONGEST_TURN) if self.hosts else None
+        own_turn, results = 0 if self.is_main else 1 if self.local_rank == 0 else 2, []
+        for turn in range(3):
+            with replace(self, hosts=group).shared_error(failure):
+                if turn == own_turn:
+                    results.append(action())
+        if group:
+            torch.distributed.destroy_process_group(group)
+        return results[0]

@@ -316,13 +316,6 @@ def test_what_may_pass_is_told_apart_also_after_all_processes_have_raised_it(err
     assert isinstance(shared.value, Unreachable) == may_pass
 
 
-def test_another_process_says_what_failed_although_it_has_no_error_of_its_own():
-    """As one that waited in `main_process_first` for a main process that failed."""
-    message = "the tokenizer cannot be loaded on another process; its error message has the cause"
-    with pytest.raises(UserError, match=message), Processes().shared_error("the tokenizer cannot be loaded"):
-        raise UserError
-
-
 class OthersFail(Processes):
     def anywhere(self, condition: bool) -> bool:
         return True
