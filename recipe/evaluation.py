@@ -79,7 +79,7 @@ class Evaluator:
         device.flush()  # or a lazy device would compile the zeros into the first batch's program
         for number in range(batches):
             tick(number, batches)
-            runtime.agreement.check_stop()
+            runtime.check_stop()
             rows, targets = self._validation_batch(data, number * world_size + rank, windows)
             weight = (targets[:, 0] != IGNORE_INDEX).sum().float().view(1).to(device.torch_device)  # (1,) sequences
             loss = model(device.put(rows), device.put(targets))
@@ -109,7 +109,7 @@ class Evaluator:
 
             def body(ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
                 tick(next(batch_numbers), batches)
-                runtime.agreement.check_stop()  # equally often on every process
+                runtime.check_stop()  # equally often on every process
                 return gpt2.transformer(ids, positions, mask)
 
             model = LanguageModel(

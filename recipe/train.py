@@ -116,7 +116,7 @@ def pretrain(config: Config, batch: BatchPlan, strategy: Strategy) -> ExitCode |
                 if config.undecided and processes.is_main:  # checkpoints keep the main process's clock
                     stop.decay_when(components.metrics.time_to_decay)
                 val_loss, saved = train(config, batch, components, uploads)
-            if saved and val_loss is None and strategy.runtime.agreement.decays:
+            if saved and val_loss is None and strategy.runtime.decays:
                 return None
             code = summarize(config, components.metrics, val_loss, saved)
         if code == ExitCode.DONE:
@@ -159,7 +159,7 @@ def train(config: Config, batch: BatchPlan, components: Components, uploads: Upl
             if due.last:
                 break
             # no process starts a step that another cannot finish
-            strategy.runtime.agreement.wait_for_batches(batches)
+            strategy.runtime.wait_for_batches(batches)
         except Interrupted:  # raised on all processes, between two steps
             interrupted = True
             break

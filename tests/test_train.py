@@ -176,7 +176,7 @@ from recipe import train
 
 def validate(evaluator, model, step):
     while True:
-        evaluator.strategy.runtime.agreement.check_stop()
+        evaluator.strategy.runtime.check_stop()
         print("validating", flush=True)
         time.sleep(0.05)
 

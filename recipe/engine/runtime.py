@@ -2,7 +2,8 @@
 
 import torch
 
-from recipe.engine.shutdown import Agreement, StopSignal
+from recipe.data.prefetch import BatchLoader
+from recipe.engine.shutdown import DECAY, POLL_S, STOP, Interrupted, StopSignal
 from recipe.utils.processes import Processes
 from recipe.utils.units import plural
 
@@ -19,7 +20,7 @@ class Runtime:
         optimizers: the only supported values of `optim`; empty if all are supported.
         no_compile: why torch.compile is ignored; empty if it is not.
         stop: the signals that this process has received.
-        agreement: what the processes decide together between two steps.
+        decays: after Interrupted, whether only a process's clock stopped the run, so that wsd's decay begins.
     """
 
     def __init__(
@@ -42,8 +43,30 @@ class Runtime:
         if sharding == "zero3":  # DeepSpeed does not show there which elements of a matrix a process has, for Muon
             self.optimizers = ("adamw",)
             self.no_compile = "ZeRO-3 gathers weights while the model runs, which torch.compile cannot trace"
-        self.stop = StopSignal()
-        self.agreement = Agreement(self.stop, processes.hosts)
+        self.stop, self.decays = StopSignal(), False
+
+    def check_stop(self) -> None:
+        """Raises Interrupted on all processes if any has been asked to stop. A collective call."""
+        self._agree(late=False)
+
+    def wait_for_batches(self, batches: BatchLoader) -> None:
+        """Returns once every process has the data of the next step: no process starts a step that another cannot
+        finish. Raises Interrupted on all processes, also if one of them cannot read its data. A collective call."""
+        while self._agree(late=not batches.ready(POLL_S), failed=batches.error() is not None):
+            pass
+        StopSignal.stepping = True
+
+    def _agree(self, *, late: bool, failed: bool = False) -> bool:
+        """Whether any process is `late`. Raises Interrupted."""
+        asked = self.stop.heartbeat()
+        flags = torch.tensor([STOP if failed else asked, late], dtype=torch.int32)
+        if self.processes.hosts is not None:
+            torch.distributed.all_reduce(flags, torch.distributed.ReduceOp.MAX, group=self.processes.hosts)
+        asked, late = flags.tolist()
+        self.decays = asked == DECAY
+        if asked:
+            raise Interrupted
+        return bool(late)
 
     def close(self) -> None:
         """Waits for all processes, because the launcher kills the others 30 s after the first to end with a code such

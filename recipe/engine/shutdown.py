@@ -10,17 +10,14 @@ import threading
 import time
 from collections.abc import Callable
 
-import torch
-
-from recipe.data.prefetch import BatchLoader
 from recipe.utils.errors import ExitCode
 
 logger = logging.getLogger(__name__)
 
 _SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 _ECHO_S = 1.0  # within which a second SIGINT is the same Ctrl-C, passed on by a launcher that received it too
-_POLL_S = 0.2  # between two checks of the launcher, and of the signals while a step waits for its data
-_DECAY, _STOP = 1, 2  # what a process asks for; the greatest wins
+POLL_S = 0.2  # between two checks of the launcher, and of the signals while a step waits for its data
+NOTHING, DECAY, STOP = range(3)  # what a process asks for; the greatest wins
 
 
 class Interrupted(Exception):
@@ -42,13 +39,12 @@ class StopSignal:
             restarted again and again must make progress each time.
         complete: whether the run is, and all of it saved: what a signal may end then is only the wait for uploads.
         requested: whether this process has been asked to stop.
-        decay_due: whether its own clock asked for that, so that wsd's decay can begin.
     """
 
     received = stepping = False
 
     def __init__(self):
-        StopSignal.stepping = self.complete = self.requested = self.decay_due = False
+        StopSignal.stepping = self.complete = self.requested = False
         self._reached_boundary = self._ctrl_c_pressed = False
         self._signal_time = self._deadline = math.inf  # of the first signal; the end of max_hours
         self._should_decay: Callable[[], bool] = lambda: False
@@ -70,17 +66,19 @@ class StopSignal:
         self._hours, self._deadline = hours, time.monotonic() + 3600 * hours
 
     def decay_when(self, should_decay: Callable[[], bool]) -> None:
-        """Requests a stop, with `decay_due`, at the first boundary at which `should_decay()`."""
+        """Asks for the decay at the first boundary at which `should_decay()`."""
         self._should_decay = should_decay
 
-    def heartbeat(self) -> None:
-        """Call it wherever the main thread can stop."""
+    def heartbeat(self) -> int:
+        """What this process asks for now. Call it wherever the main thread can stop."""
         self._reached_boundary = True
-        if self.stepping and not self.requested and self._should_decay():
-            self.requested, self.decay_due, self._should_decay = True, True, lambda: False
         if self.stepping and time.monotonic() > self._deadline:
             logger.warning("max_hours  %g hours have passed", self._hours)
-            self.requested, self.decay_due, self._deadline = True, False, math.inf
+            self.requested, self._deadline = True, math.inf
+        if self.stepping and not self.requested and self._should_decay():
+            self._should_decay = lambda: False  # once
+            return DECAY
+        return STOP if self.requested else NOTHING
 
     def _interrupt(self, *_) -> None:
         """The handler, which Python calls in the main thread."""
@@ -91,7 +89,7 @@ class StopSignal:
 
     def _listen(self, read_fd: int, launcher: int | None) -> None:
         while True:
-            if select.select([read_fd], [], [], _POLL_S)[0]:
+            if select.select([read_fd], [], [], POLL_S)[0]:
                 self._handle_signal(os.read(read_fd, 1)[0])
             if launcher and os.getppid() != launcher:  # killed, as by kill -9; this process would go on by itself
                 launcher = None
@@ -121,43 +119,3 @@ class StopSignal:
                 print(file=sys.stderr, flush=True)
             os._exit(ExitCode.LEFT_AT_ONCE)
         self._signal_time = min(self._signal_time, now)
-
-
-class Agreement:
-    """What the processes decide together at a step boundary, over `hosts` (see Processes): whether to stop, and whether
-    all have the step's data.
-
-    Attributes:
-        decays: after Interrupted, whether only a process's clock stopped the run, so that the decay begins.
-    """
-
-    def __init__(self, signal: StopSignal, hosts: torch.distributed.ProcessGroup | None):
-        self._signal, self._hosts, self.decays = signal, hosts, False
-
-    def check_stop(self) -> None:
-        """Raises Interrupted on all processes if any has been asked to stop. A collective call."""
-        self._agree(late=False)
-
-    def wait_for_batches(self, batches: BatchLoader) -> None:
-        """Returns once every process has the data of the next step: no process starts a step that another cannot
-        finish. Raises Interrupted on all processes, also if one of them cannot read its data. A collective call.
-        """
-        while self._agree(late=not batches.ready(_POLL_S), failed=batches.error() is not None):
-            pass
-        StopSignal.stepping = True
-
-    def _agree(self, *, late: bool, failed: bool = False) -> bool:
-        """Whether any process is `late`. Raises Interrupted."""
-        signal = self._signal
-        signal.heartbeat()
-        asked = _DECAY if signal.decay_due else _STOP if signal.requested else 0
-        flags = torch.tensor([_STOP if failed else asked, late], dtype=torch.int32)
-        if self._hosts is not None:
-            torch.distributed.all_reduce(flags, torch.distributed.ReduceOp.MAX, group=self._hosts)
-        stop, late = flags.tolist()
-        self.decays = stop == _DECAY
-        if self.decays and signal.decay_due:  # withdrawn; a signal that came after it takes effect at the next boundary
-            signal.requested = signal.decay_due = False
-        if stop:
-            raise Interrupted
-        return bool(late)
