@@ -33,8 +33,9 @@ import yaml
 from recipe.checkpoint.format import Checkpoint, checkpoint_path, files_of, load_checkpoint, state_of, verify
 from recipe.checkpoint.provenance import descends
 from recipe.components import with_vocabulary
-from recipe.config import FIELDS, ROOT, parse_config
+from recipe.config import FIELDS, ROOT, hyperparameters, parse_config
 from recipe.config.catalog import is_on_hub
+from recipe.data.dataset import check_same_data
 from recipe.engine.launch import fail
 from recipe.hub.download import checkpoints_on_the_hub, fetch
 from recipe.model.build import build_model
@@ -130,9 +131,15 @@ def options_of(interval: Interval, directory: Path, repo: str, flags: list[str])
                 raise UserError(f"{problem}; name yours with --flags '--{field} PATH'")
         if repo or data_states[number].get("manifest"):
             entry[key] = str(directory / f"shards-{number}" / Path(entry[key]).name)  # the name is in columns' names
-    config, trained_with = state["config"], part["config"]
-    if name := next((name for name, value in trained_with.items() if config.get(name) != value), ""):
-        raise Different(f"the configuration has {name} {config.get(name)!r}, but the run had {trained_with[name]!r}")
+            resumes_stream = interval.start and data_states[number].get("manifest")  # from the commit that it has
+            commit = texts_of(part)[number].get("commit")
+            if commit and not resumes_stream and "dataset_revision" not in replaced:
+                entry["dataset_revision"] = commit  # the data set may have a newer one
+    for name in {**part["config"], **dict.fromkeys(hyperparameters(part["config"]))}:
+        default = FIELDS[name].default if name in FIELDS else None  # of one that is missing
+        config_value, trained_with = (values.get(name, default) for values in (state["config"], part["config"]))
+        if config_value != trained_with:
+            raise Different(f"the configuration has {name} {config_value!r}, but the run had {trained_with!r}")
     (recipe := directory / "recipe.yaml").write_text(yaml.safe_dump(values))
     return ["--config", str(recipe), *flags]
 
@@ -260,13 +267,42 @@ def without_later_values(run: Values, replay: Values, interval: Interval) -> tup
     return kept, f", not checked: {', '.join(names)} of step {interval.last:,}" if names else ""
 
 
+def texts_of(part: dict) -> list[dict]:
+    """The text of each data set of a part of a run."""
+    return part["data"].get("mixture") or [part["data"]]
+
+
 def names_other_data(part: dict, replayed: dict) -> bool:
     """Whether a part of a run calls its data, for the model card, other than its replay, unless that read shards of
     which it knows no text."""
-    texts, replayed_texts = (p["data"].get("mixture") or [p["data"]] for p in (part, replayed))
-    pairs = [(a, b) for a, b in zip(texts, replayed_texts, strict=False) if "shards" not in b]
-    names = "train_text", "dataset_config", "dataset_split"
-    return len(texts) != len(replayed_texts) or any(a.get(name) != b.get(name) for a, b in pairs for name in names)
+    texts, replayed_texts = texts_of(part), texts_of(replayed)
+    if len(texts) != len(replayed_texts):
+        return True
+    for text, replayed_text in zip(texts, replayed_texts, strict=True):
+        files = zip(text.get("files", []), replayed_text.get("files", []), strict=False)
+        if any(file.get("sha256") != replayed_file.get("sha256") for file, replayed_file in files):
+            return True
+        names = () if "shards" in replayed_text else ("train_text", "dataset_config", "dataset_split")
+        if any(text.get(name) != replayed_text.get(name) for name in names):
+            return True
+    return False
+
+
+def check_record(run: dict, replay: dict, flags: str) -> None:
+    """Raises Different if the trainer state `run`, which the model card shows, has another step, tokenizer or data than
+    its replay's, which had these flags."""
+    if run["step"] != replay["step"]:
+        raise Different(f"the checkpoint says that it is of step {run['step']:,}")
+    names = ("digest", "end_of_text") if "--tokenizer" in flags else ("digest", "end_of_text", "name")
+    if any(run["tokenizer"][name] != replay["tokenizer"][name] for name in names):
+        raise Different("the checkpoint names another tokenizer than that of its replay")
+    try:
+        check_same_data(run["data"], replay["data"], "")
+    except UserError:
+        raise Different("the checkpoint names other shards than those that it was trained on") from None
+    parts = run["about"][-1], replay["about"][-1]
+    if not re.search("dataset_name|train_text", flags) and names_other_data(*parts):
+        raise Different("the checkpoint names other data than those that it was trained on")
 
 
 def audit(interval: Interval, directory: Path, arguments: argparse.Namespace) -> str:
@@ -287,11 +323,10 @@ def audit(interval: Interval, directory: Path, arguments: argparse.Namespace) ->
         for name in sorted({path.name for path in files} - {"model.safetensors"}):
             if run_files.get(name) != replay_files.get(name):
                 raise Different(f"{name} of step {interval.last:,} differs from the replay's")
-    if not re.search("dataset_name|train_text", arguments.flags) and names_other_data(run_part, replay_part):
-        raise Different("the checkpoint names other data than those that it was trained on")
     texts = [f"{name} {run_part.get(name)!r} in the run, {replay_part[name]!r} here" for name in sorted(changed)]
     sizes = distances(run_values, replay_values, {})
     if not (difference := first_difference(run_values, replay_values, sizes, None)):
+        check_record(checkpoint.state, replayed.state, arguments.flags)
         sentence = f"{interval.last - interval.first:,} steps equal to the bit{unchecked}"
         return f"{sentence} ({'; '.join(texts)})" if texts else sentence
     if not changed and replay_part["deterministic"]:
@@ -313,6 +348,7 @@ def audit(interval: Interval, directory: Path, arguments: argparse.Namespace) ->
         raise (NotComparable if changed & CODE else Different)(f"{difference} ({circumstances})")
     if kinds := [kind for kind in list(KINDS)[:2] if not any(kind in text for text in tightness)]:
         raise NotComparable(f"two replays here are too far apart in {kinds[0]} ({circumstances}); {WAY_OUT}")
+    check_record(checkpoint.state, replayed.state, arguments.flags)
     return f"holds: {'; '.join(tightness)} ({circumstances}){unchecked}"
 
 

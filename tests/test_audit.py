@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file, save
 
 from recipe import audit
@@ -24,6 +25,7 @@ from tests.checkpoint import change_state, replace_files
 from tests.conftest import ROOT, SHAKESPEARE, TINY, environment, forget_after, launch, metrics, ok, tiny_flags, train
 
 KEPT = {"save_steps": 5, "save_total_limit": 9, "logging_steps": 2, "sample_steps": 10}
+STEPS = [f"step_{step:08d}" for step in (5, 10, 15, 20)]
 WEIGHT = "transformer.h.1.mlp.c_fc.weight"
 BIAS, KEYS = "transformer.h.1.attn.c_attn.bias", TINY["n_embd"]  # the keys' part begins after the queries'
 ELSEWHERE = ("--flags", "--micro_batch_size 2")  # not the run's: equal within rounding
@@ -114,8 +116,17 @@ def change_config(run) -> None:
     replace_files(run / "step_00000020", {"config.json": json.dumps(config, indent=2).encode()})
 
 
-def rename_data(state) -> None:
-    state["about"][-1]["data"]["train_text"] = "HuggingFaceFW/fineweb"
+def change_record(change, *names):
+    """run -> changes the trainer state of its checkpoints with these names; by default the last one's."""
+    return lambda run: [change_state(run / name, change) for name in names or ("step_00000020",)]
+
+
+def drop_field(state) -> None:
+    """A field that had its default, from the record by which the replay is configured."""
+    for part in state["about"]:
+        del part["config"]["max_grad_norm"]
+    if state["step"] == 20:
+        state["config"]["max_grad_norm"] = 0.5
 
 
 FORGERIES = {  # functions of the run, and what the audit prints
@@ -140,19 +151,26 @@ FORGERIES = {  # functions of the run, and what the audit prints
     # It has no effect while it is small; with this one all losses are NaN.
     "the keys' bias": (lambda run: change_weight(run / "step_00000020", 3e38, BIAS, KEYS), BIAS),
     "state": (
-        lambda run: change_state(run / "step_00000020", lambda state: state["metrics"]["running_loss"].update(sum=9.0)),
+        change_record(lambda state: state["metrics"]["running_loss"].update(sum=9.0)),
         "the checkpoint's sum of step 20 is 9",
     ),
+    "step": (
+        change_record(lambda state: state.update(step=2 * 10**7)),
+        "the checkpoint says that it is of step 20,000",
+    ),
+    "tokenizer": (change_record(lambda state: state["tokenizer"].update(name="acme")), "names another tokenizer"),
+    "shards": (change_record(lambda state: state["data"]["shards"][0].__setitem__(1, 10**9)), "names other shards"),
     # The model card and transformers would use these.
     "config.json": (change_config, "different: config.json of step 20 differs from the replay's"),
     "data": (
-        lambda run: [change_state(path, rename_data) for path in run.glob("step_*")],
+        change_record(lambda state: state["about"][-1]["data"].update(train_text="HuggingFaceFW/fineweb"), *STEPS),
         "different: the checkpoint names other data than those that it was trained on",
     ),
     "configuration": (
-        lambda run: change_state(run / "step_00000020", lambda state: state["config"].update(learning_rate=123.0)),
+        change_record(lambda state: state["config"].update(learning_rate=123.0)),
         "different: the configuration has learning_rate 123.0, but the run had 0.0",
     ),
+    "a default": (change_record(drop_field, *STEPS), "has max_grad_norm 0.5, but the run had 1.0"),
 }
 
 
@@ -283,6 +301,18 @@ def test_no_path_of_another_author_is_read(resumed_run, capsys, monkeypatch, fie
     assert f"error: {name} '/' of acme/gpt2 is a path of its author; name yours with --flags" in capsys.readouterr().err
 
 
+def test_a_replay_reads_the_commit_of_a_data_set_that_the_run_read(run, tmp_path):
+    """The data set may have newer ones."""
+
+    def change(state):
+        state["config"]["dataset_name"] = state["about"][-1]["config"]["dataset_name"] = "ORG/NAME"
+        state["about"][-1]["data"]["commit"] = "c" * 40
+
+    change_state(run / STEPS[0], change)
+    _, recipe = audit.options_of(audit.Interval(None, run / STEPS[0], 0, 5, False), tmp_path, "acme/gpt2", [])
+    assert yaml.safe_load(Path(recipe).read_text())["dataset_revision"] == "c" * 40
+
+
 def test_a_replay_that_does_not_stop_is_killed(resumed_run, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(audit, "EXIT_GRACE_S", 0.5)
     program, pid = tmp_path / "deaf.py", tmp_path / "pid"
@@ -375,6 +405,8 @@ def test_altered_data_are_found_at_their_step(shards, tmp_path, capsys, forked):
         ({"train_text": "a/b", "dataset_config": "x"}, {"train_text": "a/b", "dataset_config": "x"}, False),
         ({"train_text": "a/b", "dataset_config": "x"}, {"train_text": "a/b", "dataset_config": "y"}, True),
         ({"train_text": "a/b"}, {"files": [{"name": "b.txt"}]}, True),
+        ({"files": [{"name": "a.txt", "sha256": "12"}]}, {"files": [{"name": "b.txt", "sha256": "34"}]}, True),
+        ({"files": [{"name": "a.txt", "mtime_ns": 1}]}, {"files": [{"name": "a.txt", "mtime_ns": 2}]}, False),
         ({"train_text": "a/b"}, {"shards": "data/b"}, False),  # prepared elsewhere, without a manifest
         ({"mixture": [{"files": []}, {"train_text": "b"}]}, {"mixture": [{"files": []}, {"train_text": "c"}]}, True),
     ],
