@@ -37,7 +37,7 @@ from recipe.config import FIELDS, ROOT, hyperparameters, parse_config
 from recipe.config.catalog import is_on_hub
 from recipe.data.dataset import check_same_data
 from recipe.engine.launch import fail
-from recipe.hub.download import checkpoints_on_the_hub, fetch
+from recipe.hub.download import checkpoints_on_the_hub, fetch, step_of_main
 from recipe.model.build import build_model
 from recipe.monitor.metrics import sha256_before
 from recipe.utils.checkpoints import checkpoints, manifest_of, newest_run, read_metrics, step_of
@@ -397,6 +397,11 @@ def _main(arguments: argparse.Namespace, directory: Path) -> int:
             code, sentence = error.code, f"{error.verdict}: {error}"
         print(f"step {interval.first:,} to {interval.last:,}: {sentence}", flush=True)
         codes.add(code)
+    if repo:
+        steps, step = {step_of(end) for end in ends}, step_of_main(repo, paths)
+        sentence = "different: no branch of a step has its files" if step is None else f"the files of step {step:,}"
+        print(f"main: {sentence}{'' if step in {None, *steps} else ', to which nothing was replayed'}", flush=True)
+        codes.add(Different.code if step is None else ExitCode.DONE)
     return min(codes - {ExitCode.DONE}, default=ExitCode.DONE)
 
 

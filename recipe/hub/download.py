@@ -4,10 +4,12 @@ import re
 from pathlib import Path
 
 from huggingface_hub import HfApi, snapshot_download
+from huggingface_hub.hf_api import RepoFile
 
 from recipe.checkpoint.format import checkpoint_path, step_of
 from recipe.hub.access import REQUEST_TIMEOUT_S, limit_requests
-from recipe.hub.upload import branch_of
+from recipe.hub.model_card import CARD
+from recipe.hub.upload import MAIN, branch_of
 from recipe.utils.download import within
 from recipe.utils.errors import UserError, reading
 
@@ -22,6 +24,24 @@ def checkpoints_on_the_hub(repo: str, run: Path) -> list[Path]:
     names = [branch.name for branch in refs.branches]
     steps = sorted(int(name.removeprefix("step-")) for name in names if re.fullmatch(r"step-\d{6,}", name))
     return [checkpoint_path(run, step) for step in steps]
+
+
+def step_of_main(repo: str, checkpoints: list[Path]) -> int | None:
+    """The step of the newest of these checkpoints of which `main`, which from_pretrained loads, has all files, but for
+    its card; None if there is none. Raises UserError."""
+    with reading(repo, _WAY_OUT, "read from the Hub"):
+        main = _digests(repo, MAIN)
+        for step in reversed([step_of(path) for path in checkpoints]):
+            if _digests(repo, branch_of(step)).items() <= main.items():
+                return step
+    return None
+
+
+def _digests(repo: str, branch: str) -> dict[str, str]:
+    """{name: the Hub's digest} of a branch's files, without its card and what git needs."""
+    files = within(REQUEST_TIMEOUT_S, lambda: [*HfApi().list_repo_tree(repo, revision=branch)])
+    digests = {f.path: f.lfs.sha256 if f.lfs else f.blob_id for f in files if isinstance(f, RepoFile)}
+    return {name: digest for name, digest in digests.items() if name not in (CARD, ".gitattributes")}
 
 
 def fetch(repo: str, checkpoint: Path) -> None:

@@ -93,7 +93,7 @@ def test_a_run_pushed_with_its_state_can_be_audited_from_the_hub(hub, run, shard
     assert f"dataset_name '{shards}' of {REPO} is a path of its author" in capsys.readouterr().err
     arguments = ["--repo", REPO, "--flags", f"--dataset_name {shards}"]
     assert audit.main(arguments) == 0
-    assert "step 10 to 20: 10 steps equal to the bit" in capsys.readouterr().out
+    assert capsys.readouterr().out.endswith("step 10 to 20: 10 steps equal to the bit\nmain: the files of step 20\n")
     assert f"`python -m recipe.audit --repo {REPO}`" in hub.files(REPO, "main")["README.md"].decode()
     files = hub.files(REPO, "step-000020")
     lines = files["metrics.jsonl"].decode().splitlines()
@@ -101,6 +101,10 @@ def test_a_run_pushed_with_its_state_can_be_audited_from_the_hub(hub, run, shard
     files["metrics.jsonl"] = "\n".join(lines).encode()
     assert audit.main(arguments) == 1
     assert "step 10 to 20: different: loss of step 20 is 4.0, and " in capsys.readouterr().out
+    monkeypatch.setattr(audit, "audit", lambda *_: "equal")
+    hub.files(REPO, "main")["config.json"] += b" "  # which from_pretrained loads
+    assert audit.main(arguments) == 1
+    assert capsys.readouterr().out.endswith("main: different: no branch of a step has its files\n")
 
 
 def test_a_push_without_state_removes_the_state_of_an_earlier_push(hub, run):
