@@ -132,6 +132,12 @@ def _is_number(value) -> TypeGuard[float]:
     return isinstance(value, int | float) and math.isfinite(value)
 
 
+def _is_close(key: str, value: float, expected: float) -> bool:
+    if key.startswith("adam_beta"):  # averages over about 1 / (1 - beta) steps
+        value, expected = 1 - value, 1 - expected
+    return math.isclose(value, expected, rel_tol=REL_TOL)
+
+
 def _known_text(source: dict) -> str:
     """The name in DATASETS of a source, which is a repository (ORG/NAME) or local files; empty if unknown."""
     repository = source.get("train_text", "").lower()
@@ -159,7 +165,7 @@ class Reference:
         sentences = []
         for key, expected in (UNNAMED | self.settings).items():
             value = run.config.get(key, UNNAMED.get(key))
-            is_close = _is_number(value) and _is_number(expected) and math.isclose(value, expected, rel_tol=REL_TOL)
+            is_close = _is_number(value) and _is_number(expected) and _is_close(key, value, expected)
             if not (is_close or value == expected):
                 sentences.append(f"{key} {value} (reference: {expected})")
         return sentences

@@ -54,7 +54,7 @@ from recipe.optim.muon import orthogonalize
 from recipe.train import run as train
 from recipe.utils.checkpoints import manifest_of, read_metrics
 from recipe.utils.errors import UserError
-from recipe.utils.files import nearest_directory
+from recipe.utils.files import nearest_directory, replace_file
 from recipe.utils.log import set_up_logging
 from recipe.utils.redaction import redact
 from recipe.utils.units import duration, gb, si
@@ -195,7 +195,8 @@ class Report:
         if not self._processes.is_main:  # the launcher would end the main process as soon as another one fails
             return 0
         passed = not any(line["wrong"] for line in self._lines)
-        RESULT.write_text(json.dumps({"passed": passed, **self._facts, "checks": self._lines}, indent=1) + "\n")
+        result = {"passed": passed, **self._facts, "checks": self._lines}
+        replace_file(RESULT, (json.dumps(result, indent=1) + "\n").encode())
         seconds = duration(time.monotonic() - self._started)
         print(f"\npreflight {'passed' if passed else 'FAILED'} in {seconds}; {RESULT} has the findings", flush=True)
         return 0 if passed else 1

@@ -16,6 +16,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from recipe.checkpoint.format import verify
 from recipe.config import parse_config
 from recipe.notebooks import session as module
 from tests.canary import WANDB_KEY
@@ -300,7 +301,8 @@ def test_a_copy_follows_the_run(session, whole_run, tmp_path, monkeypatch):
 
 
 def test_a_run_resumes_from_an_interrupted_copy(session, shards, whole_run, tmp_path, monkeypatch):
-    """The weights of the newest checkpoint are incomplete, so that training continues from the one before."""
+    """The weights of the newest checkpoint are incomplete, so that training continues from the one before, unless the
+    copy is finished first."""
     run, copy, copyfile = shutil.copytree(whole_run[0], tmp_path / "run"), tmp_path / "drive" / "run", shutil.copyfile
     newest = (run / "step_00000020").rename(tmp_path / "newest")
     session.copy_run(run, copy)
@@ -312,10 +314,13 @@ def test_a_run_resumes_from_an_interrupted_copy(session, shards, whole_run, tmp_
             os.truncate(target, 1000)
             raise KeyboardInterrupt  # the session ends
 
-    monkeypatch.setattr(shutil, "copyfile", copy_some)
-    with pytest.raises(KeyboardInterrupt):
-        session.copy_run(run, copy)
-    assert (copy / "step_00000020" / "manifest.json").exists()
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "copyfile", copy_some)
+        with pytest.raises(KeyboardInterrupt):
+            session.copy_run(run, copy)
+    restored = shutil.copytree(copy, tmp_path / "restored" / "run")
+    session.restore_run(restored, tmp_path)  # the same cell once more
+    assert not verify(restored / "step_00000020")
     training = ok(run_train(*tiny_flags(shards, copy, dropout=0.1)))
     assert "resume     from step 10" in training.stdout
     assert_equal_tensors(copy / "step_00000020", whole_run[0] / "step_00000020")

@@ -35,8 +35,10 @@ def _report(path: Path) -> bool:
     """Prints the state of a checkpoint; returns whether it is damaged."""
     try:
         problems = verify(path)
-        size = sum(file.stat().st_size for file in path.iterdir()) / 1e6
-        modified = time.strftime("%Y-%m-%d %H:%M", time.localtime(path.stat().st_mtime))
+        files = [file.stat() for file in path.iterdir()]
+        size = sum(file.st_size for file in files) / 1e6
+        saved_at = min((file.st_mtime for file in files), default=0)  # an evaluation may have added its results
+        modified = time.strftime("%Y-%m-%d %H:%M", time.localtime(saved_at))
     except OSError as error:
         problems, size, modified = [f"cannot be read: {error}"], 0, ""
     if not os.path.lexists(path):

@@ -140,6 +140,11 @@ def check_launch() -> None:
         raise UserError(
             "--max_restarts needs --rdzv_backend c10d, and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment"
         )
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1 and "LOCAL_WORLD_SIZE" not in os.environ:  # as by deepspeed's launcher
+        raise UserError(
+            "WORLD_SIZE is set without LOCAL_WORLD_SIZE, the number of processes on this node; set it too, or use "
+            "`accelerate launch`"
+        )
     processes, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
     if processes > 1 and not wants("CPU") and 0 < gpus < processes:
         nodes = int(os.environ.get("GROUP_WORLD_SIZE", 1))  # by torchrun

@@ -10,7 +10,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from huggingface_hub.utils._http import default_client_factory  # the one that set_client_factory replaces
 
 from recipe.utils.download import within
-from recipe.utils.errors import UserError
+from recipe.utils.errors import UserError, may_pass
 from recipe.utils.redaction import redact
 
 logger = logging.getLogger(__name__)
@@ -57,7 +57,9 @@ def is_lasting(error: Exception) -> bool:
     """Whether a retry cannot help: the user made a mistake, or the Hub refuses the request."""
     if status := _status(error)[0]:
         return 400 <= status < 500 and status not in _TRANSIENT
-    return isinstance(error, UserError | HFValidationError) or _is_bad_card(error)
+    if isinstance(error, UserError):
+        return not may_pass(error)  # a disk that failed for a moment
+    return isinstance(error, HFValidationError) or _is_bad_card(error)
 
 
 def _status(error: Exception) -> tuple[int, str]:

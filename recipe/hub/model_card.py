@@ -211,7 +211,7 @@ def _values(field: str, config: dict, parts: list[dict]) -> object:
     starts = [(part["from_step"], part["config"].get(field)) for part in parts if field in part["config"]]
     changes = [start for i, start in enumerate(starts) if i == 0 or start[1] != starts[i - 1][1]]
     if len(changes) < 2 or field == "max_steps":
-        return config.get(field)
+        return None if config.get(field) == UNDECIDED else config.get(field)
     return "; ".join(f"{value} from step {step:,}" for step, value in changes)
 
 

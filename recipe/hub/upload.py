@@ -25,7 +25,7 @@ from recipe.config import Config
 from recipe.hub.access import check_access, is_lasting, limit_requests, open_repository, page, reason
 from recipe.hub.model_card import CARD, model_card
 from recipe.utils.checkpoints import read_metrics
-from recipe.utils.errors import ExitCode, UserError
+from recipe.utils.errors import ExitCode, UserError, may_pass
 from recipe.utils.processes import Processes
 from recipe.utils.units import some
 
@@ -98,10 +98,15 @@ class Uploads:
         api = HfApi()
         open_repository(api, self.repo, self.private)
         for branch, checkpoint in branches.items():
-            if problems := verify(checkpoint, to_resume=self.state):
+            if not (problems := verify(checkpoint, to_resume=self.state)):
+                try:
+                    self._commit(api, branch, checkpoint)
+                except UserError as error:  # of a file of this checkpoint's; the others go on
+                    if may_pass(error):
+                        raise
+                    problems = [str(error)]
+            if problems:
                 logger.warning("upload     %s is refused: %s: %s", branch, checkpoint, problems[0])
-            else:
-                self._commit(api, branch, checkpoint)
             self.accepted[branch] = not problems
 
     def _commit(self, api: HfApi, branch: str, checkpoint: Path) -> None:
@@ -193,7 +198,8 @@ def open_uploads(config: Config, processes: Processes) -> Uploads:
             logger.warning("upload     HF_HUB_OFFLINE is set, so this run uploads nothing; run make push later")
         elif processes.is_main:
             check_access(run.hub_model_id, run.hub_private_repo, run.hub_license, "hub_model_id")
-            logger.info("upload     to %s, each checkpoint during training", page(run.hub_model_id))
+            milestones = f"every {run.milestone_steps:,} steps and " if run.milestone_steps else ""
+            logger.info("upload     to %s: %sthe last checkpoint", page(run.hub_model_id), milestones)
     if offline or not processes.is_main:
         return Uploads(run_dir)
     final = checkpoint_path(run_dir, config.optimizer.max_steps)

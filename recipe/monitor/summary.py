@@ -187,6 +187,9 @@ def summarize(config: Config, metrics: Metrics, val_loss: float | None, saved: b
     if val_loss is None:
         way_out = "continues from the last checkpoint" if checkpoints(run_dir) else "starts again: no step was taken"
         logger.info("stopped    before the end; the same command, without --fresh, %s", way_out)
+        if config.run.push_to_hub and checkpoints(run_dir):
+            make, run = _words_for_make(run_dir)
+            logger.info("upload     %s push RUN=%s REPO=%s uploads that checkpoint", make, run, config.run.hub_model_id)
         return ExitCode.RUN_AGAIN
     for line in outcome(config, metrics, val_loss):
         logger.info(line)
@@ -208,8 +211,13 @@ def outcome(config: Config, metrics: Metrics, val_loss: float) -> Iterator[str]:
     yield f"took       {duration(metrics.seconds)} of training, {rate:,.0f} tokens/s{pauses}"
     yield "next       load it, continue a text, see the curves, or make a directory to share:"
     yield f"  transformers.AutoModelForCausalLM.from_pretrained({str(run_dir / f'step_{steps:08d}')!r})"
+    make, run = _words_for_make(run_dir)
+    yield from (f"  {make} sample MODEL={run}", f"  {make} report RUN={run}", f"  {make} export RUN={run}")
+
+
+def _words_for_make(run_dir: Path) -> tuple[str, str]:
+    """make, with the directory of its Makefile where that is another one, and a run as the value of RUN."""
     in_root = Path.cwd() == ROOT
-    make = "make" if in_root else f"make -C {shlex.quote(str(ROOT))}"
     run = str(run_dir if in_root else run_dir.resolve())
     run = shlex.quote(shlex.quote(run))  # for this shell and for that of make, to which RUN may be several words
-    yield from (f"  {make} sample MODEL={run}", f"  {make} report RUN={run}", f"  {make} export RUN={run}")
+    return "make" if in_root else f"make -C {shlex.quote(str(ROOT))}", run

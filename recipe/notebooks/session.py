@@ -68,6 +68,7 @@ def restore_run(run_dir: str | Path, search_dir: str | Path) -> None:
     checkpoint. The training verifies the checkpoints and resumes from the newest intact one."""
     run_dir = Path(run_dir)
     checkpoints = [*run_dir.glob(_CHECKPOINTS), *Path(search_dir).glob(f"**/{run_dir.name}/{_CHECKPOINTS}")]
+    checkpoints = [path for path in checkpoints if (path / "manifest.json").exists()]  # which is copied last
     newest = max(checkpoints, key=lambda path: path.name, default=None)  # the first of equal ones: `run_dir`'s
     if newest is None:
         print(f"new run    no checkpoint of it under {search_dir}")
@@ -80,10 +81,10 @@ def restore_run(run_dir: str | Path, search_dir: str | Path) -> None:
 
 def copy_run(source: str | Path, target: str | Path) -> None:
     """Makes `target` a copy of a run: copies what is new or has changed, by size and time, then deletes what the run's
-    checkpoints no longer have. An interrupted copy leaves the previous checkpoints, and an incomplete one, which the
-    training rejects by its manifest."""
+    checkpoints no longer have. An interrupted copy leaves the previous checkpoints, and an incomplete one without its
+    manifest, which the training does not use."""
     source, target = Path(source), Path(target)
-    for path in sorted(source.rglob("*")):
+    for path in sorted(source.rglob("*"), key=lambda path: (path.name == "manifest.json", path)):
         copy = target / path.relative_to(source)
         if path.is_file() and not path.relative_to(source).parts[0].startswith("."):
             new, old = path.stat(), copy.stat() if copy.exists() else None

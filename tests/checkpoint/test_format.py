@@ -167,11 +167,13 @@ def test_reading_while_a_run_prunes_always_finds_an_intact_checkpoint(tmp_path, 
 
 
 def test_the_command_lists_and_verifies(tmp_path, capsys):
-    save(tmp_path, 1)
+    for file in (path := save(tmp_path, 1)).iterdir():
+        os.utime(file, (86_400, 86_400))
+    (path / "results.json").write_text("{}")  # by an evaluation, later
     (save(tmp_path, 2) / "config.json").write_bytes(b"[]")
     assert main([str(tmp_path)]) == 1
     intact_line, damaged_line = capsys.readouterr().out.splitlines()
-    assert re.fullmatch(rf"{tmp_path}/step_00000001 .* intact", intact_line)
+    assert re.fullmatch(rf"{tmp_path}/step_00000001 .* MB  1970-01-0\d .* intact", intact_line)
     assert re.search("step_00000002 .*DAMAGED: config.json does not match its checksum", damaged_line)
     assert main([str(tmp_path / "step_00000001")]) == 0
     assert main([str(tmp_path / "nothing")]) == 2

@@ -326,6 +326,14 @@ def test_all_processes_agree_on_whether_an_error_may_pass():
         pass
 
 
+def test_a_launcher_that_does_not_say_how_many_processes_a_node_has_is_refused(monkeypatch):
+    """Each process would count as a node of its own, and take all cores."""
+    set_environment(monkeypatch, {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"})
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    with pytest.raises(UserError, match="WORLD_SIZE is set without LOCAL_WORLD_SIZE"):
+        check_launch()
+
+
 def test_restarts_are_refused_where_they_would_find_the_addresses_of_the_dead(monkeypatch):
     """With the launcher's own store, as in a static rendezvous, they hang or use up the restarts."""
     set_environment(monkeypatch, {"TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_USE_AGENT_STORE": "True"})

@@ -332,6 +332,8 @@ def test_a_recipes_settings_are_those_of_its_reference(preset):
     assert (np.diff(reference.val_loss[:, 0]) > 0).all()
     run = SimpleNamespace(config=config, dataset=reference.dataset)
     assert reference.differences(run) == []
+    config["adam_beta2"] = 0.5 + config["adam_beta2"] / 2  # an average over twice as many steps
+    assert [sentence.partition(" ")[0] for sentence in reference.differences(run)] == ["adam_beta2"]
     assert curves.find_reference(run, curves.load_references()).name == reference.name
 
 

@@ -12,7 +12,7 @@ from huggingface_hub import EvalResult, ModelCard
 
 from eval import perplexity
 from eval.scores import hellaswag_scores, score, text_dataset
-from recipe.config import parse_config
+from recipe.config import UNDECIDED, parse_config
 from recipe.data.tokenizer import GPT2
 from recipe.hub.model_card import model_card
 from tests import canary
@@ -230,6 +230,12 @@ def test_a_passed_preflight_of_the_same_devices_is_named(card, tmp_path, changes
     (tmp_path / "preflight.json").write_text(json.dumps(report))
     row = "| preflight | passed on 8 x NVIDIA A100-SXM4-80GB, 2026-11-24, torch 2.13.0, accelerate 1.15.0 |"
     assert (row in card().text) is is_named
+
+
+def test_the_card_of_a_run_by_the_clock_knows_no_steps_before_the_decay(card):
+    text = card(STATE | {"config": CONFIG | {"max_steps": UNDECIDED, "train_hours": 2.0}}).text
+    assert "It is a checkpoint of a run of 2 hours." in text
+    assert "| max_steps |" not in text
 
 
 def test_the_card_of_a_run(whole_run):

@@ -1,5 +1,6 @@
 """Uploads: each checkpoint reaches its branch byte for byte, whatever fails, without delaying the training."""
 
+import errno
 import hashlib
 import json
 import logging
@@ -18,6 +19,7 @@ from recipe.checkpoint.format import files_of
 from recipe.config import parse_config
 from recipe.hub import access, export, upload
 from recipe.hub.upload import Uploads
+from recipe.utils.checkpoints import read_metrics
 from recipe.utils.errors import UserError
 from recipe.utils.processes import Processes
 from tests import processes
@@ -59,7 +61,7 @@ def push(run: Path, *options: str, repo: str = REPO) -> int:
 
 def train(hub: Hub, shards: Path, run: Path, **fields):
     """The run of the fixture whole_run, with uploads."""
-    return run_train(*tiny_flags(shards, run, **PUSH, dropout=0.1, **fields), env=hub.environment)
+    return run_train(*tiny_flags(shards, run, **PUSH | {"dropout": 0.1} | fields), env=hub.environment)
 
 
 def test_a_run_uploads_its_milestones_and_its_last_checkpoint(shards, whole_run, tmp_path):
@@ -69,6 +71,7 @@ def test_a_run_uploads_its_milestones_and_its_last_checkpoint(shards, whole_run,
         result = ok(train(hub, shards, run, hub_private_repo=True))
         assert_on_the_hub(hub, run)
         assert hub.models[REPO].private
+        assert f"upload     to {hub.url}/{REPO}: every 10 steps and the last checkpoint\n" in result.stdout
         assert all(f"{hub.url}/{REPO}/tree/{branch}" in result.stdout for branch in BRANCHES)
     columns = ("loss", "val_loss", "grad_norm")
     assert recorded(run, *columns) == recorded(whole_run[0], *columns)
@@ -76,6 +79,13 @@ def test_a_run_uploads_its_milestones_and_its_last_checkpoint(shards, whole_run,
     assert len(files) > 10
     assert not [path for path in files if TOKEN.encode() in path.read_bytes()]
     assert TOKEN not in result.stdout + result.stderr
+
+
+def test_a_stopped_run_names_the_command_that_uploads_its_checkpoint(hub, shards, tmp_path):
+    result = train(hub, shards, tmp_path / "run", milestone_steps=0, max_hours=1e-9)
+    assert result.returncode == 75
+    assert f"upload     to {hub.url}/{REPO}: the last checkpoint\n" in result.stdout
+    assert f"upload     make push RUN={tmp_path / 'run'} REPO={REPO} uploads that checkpoint" in result.stdout
 
 
 def config_of(run: Path, **changes):
@@ -200,6 +210,21 @@ def test_a_directory_that_cannot_be_read_for_a_moment_does_not_end_a_run(hub, ru
         assert uploads.wait() == 75
     assert uploads.wait() == 0
     assert_on_the_hub(hub, run)
+
+
+@pytest.mark.parametrize(("number", "code"), [(errno.ESTALE, 0), (errno.EACCES, 2)])
+def test_a_read_that_fails_for_a_moment_is_repeated(hub, run, monkeypatch, number, code):
+    monkeypatch.setattr(upload, "RETRY_PAUSE_S", 0.1)
+    lines, error = read_metrics(run / "metrics.jsonl"), UserError("metrics.jsonl cannot be read")
+    error.__cause__ = OSError(number, "")
+    monkeypatch.setattr("recipe.hub.model_card.read_metrics", Mock(side_effect=[error, lines, lines, lines]))
+    assert uploads_of(run).wait() == code
+
+
+def test_a_file_that_is_not_a_score_keeps_only_its_own_checkpoint_from_the_hub(hub, run):
+    (run / "step_00000010/results.json").write_text("x")
+    assert uploads_of(run).wait() == 2
+    assert {name for name, branch in hub.models[REPO].branches.items() if len(branch) > 1} == {"main", "step-000020"}
 
 
 # Which checkpoints are uploaded
