@@ -313,7 +313,7 @@ def measure_loss(forecaster: Forecaster, forecast: Forecast, seconds: float, fla
     fields = forecaster.recipe(size, forecaster.tokens_per_second(size) * seconds)
     fields["eval_tokens"] = forecaster.recipe(size, forecast.tokens)["eval_tokens"]
     logger.info("trial      %s, for %s", name_of(size), duration(seconds))
-    *_, last = train_and_delete(forecaster.strategy, fields, [*flags, f"--train_hours={seconds / 3600:.5f}"])
+    *_, last = train_and_delete(forecaster.strategy, fields, [*flags, f"--train_hours={max(seconds / 3600, 1e-5):.5f}"])
     forecaster.losses.append((law(size, last["tokens"], forecaster.text.tokens), last["val_loss"]))
     logger.info("trial      validation loss %.3f after %s tokens", last["val_loss"], si(last["tokens"], "B"))
     return time.monotonic() - started - last["seconds"]

@@ -369,6 +369,7 @@ def test_the_batch_grows_with_the_run_and_muons_rate_only_above_what_was_measure
     fields = [recipe((12, 768), text, tokens, 1) for tokens in (1e6, 5e6, 3e7, 1e10)]
     values = [(f["total_batch_tokens"][0], f["muon_learning_rate"][0]) for f in fields]
     assert values == [(1024, 0.01), (4096, 0.01), (8192, 0.014), (524_288, 0.02)]
+    assert recipe((12, 768), text, 1500, 1)["warmup_steps"][0] == 0  # of one step
 
 
 def test_a_recipe_does_not_name_the_home_directory(tmp_path, call_here, monkeypatch):

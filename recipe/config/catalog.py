@@ -10,6 +10,7 @@ from pathlib import Path
 
 from recipe.config.fields import DATASETS, DataConfig
 from recipe.utils.errors import UserError
+from recipe.utils.shards import SUFFIXES, shards_in
 from recipe.utils.units import plural
 
 TEXT_SUFFIXES = (".txt", ".md", ".jsonl", ".json", ".parquet", ".csv", ".tsv")
@@ -17,7 +18,6 @@ _JSON_LINES = {".ndjson", ".jsonlines"}  # other suffixes of .jsonl files
 PACKED = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}  # {suffix of a compressed text file: pyarrow's name for it}
 REPO_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)  # ORG/NAME on the Hub
 LOCK = ".preparing.lock"  # in a directory in which shards are made
-_OUTPUT_MARKERS = {LOCK, "metrics.jsonl"}  # files of a directory of shards made here, and of a run
 _HUB_METADATA = {"readme.md", "dataset_infos.json", "dataset_info.json"}  # a data set's description
 DATA_NAMES = f"text or .bin files, a directory or a quoted glob, ORG/NAME on the Hub, or one of {', '.join(DATASETS)}"
 # The fields that decide the content of the shards of a text.
@@ -61,7 +61,7 @@ def _directory_of(text: str, data: DataConfig) -> str:
 def short_name(shards: str) -> str:
     """A readable name of a data set: that of its shards' directory."""
     path = Path(os.path.abspath(shards))
-    directory = path.parent if glob.has_magic(path.name) or path.suffix == ".bin" else path
+    directory = path.parent if glob.has_magic(path.name) or path.suffix in SUFFIXES else path
     return re.sub(r"-[0-9a-f]{8}$", "", directory.name)  # without the hash of `_directory_of`
 
 
@@ -73,25 +73,31 @@ def text_suffix(path: Path) -> str:
 
 
 def text_files(name: str) -> tuple[list[Path], list[Path]]:
-    """The text files of a path, sorted, and the paths below a directory that are not read: files with other suffixes
-    and links to directories. A file that is named, or matched by a glob, is text, unless it holds tokens (.bin). Hidden
-    files, a data set's description, and the files of shards and runs are in neither list."""
+    """The text files of a path, sorted, and the paths below a directory that are not read: files with other suffixes,
+    links to directories, and runs. A file that is named, or matched by a glob, is text, unless it holds tokens. Hidden
+    files, the data set's description, and directories of shards are in neither list."""
     directory = Path(name)
     if not directory.is_dir():  # tests for a file first: its name may contain a bracket
         paths = [directory] if directory.is_file() else sorted(map(Path, glob.glob(name, recursive=True)), key=str)
-        files = [path for path in paths if _is_file(path)]
-        return ([] if any(path.suffix == ".bin" for path in files) else files), []
-    paths: list[Path] = []
+        # ** follows links, also one to a directory above.
+        files = [*{path.resolve(): path for path in reversed(paths) if _is_file(path)}.values()][::-1]
+        return ([] if any(path.suffix in SUFFIXES for path in files) else files), []
+    paths, runs = list[Path](), list[Path]()
     for parent, directories, names in os.walk(directory, onerror=_refuse):
-        if _OUTPUT_MARKERS.intersection(names):  # such as data/NAME in data/
+        if LOCK in names:  # shards made here, such as data/NAME in data/
             directories.clear()
             continue
+        if "metrics.jsonl" in names:  # probably a run
+            directories.clear()
+            runs.append(Path(parent))
+            continue
         directories[:] = [name for name in directories if not name.startswith(".")]
-        visible_names = [name for name in names if not name.startswith(".") and name.lower() not in _HUB_METADATA]
+        metadata = _HUB_METADATA if Path(parent) == directory else ()
+        visible_names = [name for name in names if not name.startswith(".") and name.lower() not in metadata]
         paths += [Path(parent, name) for name in (*visible_names, *directories)]
     files = sorted((path for path in paths if _is_file(path) or path.is_symlink()), key=str)
     is_read = {path: bool(text_suffix(path)) and not path.is_dir() for path in files}
-    return [path for path in files if is_read[path]], [path for path in files if not is_read[path]]
+    return [path for path in files if is_read[path]], [path for path in files if not is_read[path]] + runs
 
 
 def _refuse(error: OSError) -> None:
@@ -109,9 +115,9 @@ def _is_file(path: Path) -> bool:
 def is_text(name: str) -> bool:
     """Whether a path holds text and not shards: a text file, a glob of text files, or a directory with some."""
     directory = Path(name)
-    if not name or (directory / "manifest.json").exists() or any(directory.glob("*.bin")):
+    if not name or (directory / "manifest.json").exists() or shards_in(directory):
         return False
-    shard_dirs = {path.parent for path in directory.glob("*/*.bin")}
+    shard_dirs = {path.parent for path in shards_in(directory, "*/*")}
     return all((path / "manifest.json").exists() for path in shard_dirs) and bool(text_files(name)[0])
 
 
@@ -121,7 +127,7 @@ def is_on_hub(name: str) -> bool:
     path = Path(name)
     if name in DATASETS:
         return not path.exists()
-    if not REPO_NAME.fullmatch(name) or path.suffix == ".bin" or text_suffix(path):
+    if not REPO_NAME.fullmatch(name) or path.suffix in SUFFIXES or text_suffix(path):
         return False
     return path.parts[0] != "data" and not Path(path.parts[0]).exists()
 

@@ -121,7 +121,3 @@ def main() -> None:
 def _end_with_parent() -> None:
     sys.stdin.read()
     os._exit(0)  # the unfinished shard is made again by the next builder
-
-
-if __name__ == "__main__":
-    main()

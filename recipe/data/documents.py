@@ -215,12 +215,12 @@ class TextFiles:
         if suffix == ".parquet":
             with pq.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as file:  # else it loads a row group
                 self.column.check_is_in(file.schema_arrow.names, str(path))
-                batches, rows = file.iter_batches(batch_size=64, columns=[self.column.name], use_threads=False), 0
-                for batch in batches:
+                columns, rows = [self.column.name], 0
+                for batch in file.iter_batches(_batch_rows(file), columns=columns, use_threads=False):
                     rows += len(batch)
                     self.position = start + path.stat().st_size * rows // file.metadata.num_rows
-                    for row in batch.to_pylist():
-                        yield from self.column.pieces(row, str(path), separated=True)
+                    for i in range(len(batch)):  # one by one: a document may have 100 MB
+                        yield from self.column.pieces(*batch.slice(i, 1).to_pylist(), str(path), separated=True)
             return
         with path.open("rb") as packed_file:
             raw = io.BufferedReader(pa.input_stream(packed_file, PACKED.get(path.suffix.lower())), 1 << 20)
@@ -256,6 +256,13 @@ class TextFiles:
             self.position = start + packed_file.tell()
             yield chunk
             chunk = file.read(LONGEST_PIECE)
+
+
+def _batch_rows(file: pq.ParquetFile) -> int:
+    """How many rows to read at once: 64, or fewer if those would have more than 64 MB in a row group."""
+    groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
+    row_bytes = max((group.total_byte_size / max(1, group.num_rows) for group in groups), default=0)
+    return max(1, min(64, int((1 << 26) / max(1, row_bytes))))
 
 
 def _size_of(path: Path) -> int:

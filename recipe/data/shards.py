@@ -2,7 +2,7 @@
 
 A shard is a header of 256 little-endian int32 (magic 20240520, version 1, number of tokens, zeros) and then the tokens
 as little-endian uint16: karpathy/llm.c, dev/data/data_common.py. Each project reads the other's files.
-nanoGPT's train.bin and val.bin, the tokens without a header, are read too.
+nanoGPT's train.bin and val.bin, the tokens without a header, and build-nanogpt's uint16 arrays (.npy) are read too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from recipe.data.tokenizer import END_OF_TEXT, GPT2, VOCAB_SIZE, GPT2Tokenizer
 from recipe.utils.errors import UserError, reading, writing
 from recipe.utils.files import fsync, replace_file, sha256_of
 from recipe.utils.schema import COUNT, SHA256, check
-from recipe.utils.shards import DTYPE, HEADER_BYTES, MAGIC, VERSION, ShardReader
+from recipe.utils.shards import DTYPE, HEADER_BYTES, MAGIC, SUFFIXES, VERSION, ShardReader, shards_in
 
 MANIFEST = "manifest.json"
 _SAMPLE_SIZE = 1 << 20  # tokens to inspect if no manifest names the tokenizer
@@ -196,7 +196,7 @@ def find_shards(name: str, split: str) -> list[Shard]:
     """The shards of `split` ("train" or "val") in the order of their file names.
 
     `name` is a directory with a manifest; or one without, where file names contain the split, as in
-    fineweb_val_000000.bin; or a .bin file or a glob of them, taken as they are. Raises UserError if there are none.
+    fineweb_val_000000.bin; or such a file or a glob of them, taken as they are. Raises UserError if there are none.
     """
     directory = Path(name)
     if (manifest := Manifest.load(directory)) is None:
@@ -216,10 +216,10 @@ def find_shards(name: str, split: str) -> list[Shard]:
 
 
 def _files_of(name: str, split: str) -> list[Path]:
-    """The .bin files of a split of a directory without a manifest, or of a glob."""
+    """The shards of a split of a directory without a manifest, or of a glob."""
     directory = Path(name)
-    paths = directory.glob("*.bin") if directory.is_dir() else map(Path, glob.glob(name, recursive=True))
-    files = sorted(path for path in paths if path.is_file() and path.suffix == ".bin")
+    paths = shards_in(directory) if directory.is_dir() else map(Path, glob.glob(name, recursive=True))
+    files = sorted(path for path in paths if path.is_file() and path.suffix in SUFFIXES)
     if not files:
         raise unknown_data(name, "dataset_name" if split == "train" else "val_data")
     matches = [path for path in files if split in path.name or not directory.is_dir()]
@@ -228,5 +228,7 @@ def _files_of(name: str, split: str) -> list[Path]:
         if texts := text_files(name)[0]:
             way_out = f"to use its text alone, name '{directory}/*{texts[0].suffix}'"
         way_out += "; or name validation files in val_data" if split == "val" else ""
-        raise UserError(f"{name}: holds {files[0].name}, but no manifest.json and no *{split}*.bin; {way_out}")
+        raise UserError(
+            f"{name}: holds {files[0].name}, but no manifest.json and no *{split}*{files[0].suffix}; {way_out}"
+        )
     return matches

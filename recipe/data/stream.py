@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 LOCK_TIMEOUT_S = 10.0  # seconds for a killed run to end
 _FIRST_LINE_AFTER_S = 2.0  # seconds of waiting before the first log line
 _LOG_INTERVAL_S = 10.0
+# Like -m, but the working directory, which may have a tokenize.py or be another clone, is not searched for modules.
+_BUILDER = "import sys; sys.path = [path for path in sys.path if path]; from recipe.data.builder import main; main()"
 
 
 class BuilderProcess:
@@ -43,7 +45,7 @@ class BuilderProcess:
         python_path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         no_progress_bars = dict.fromkeys(("HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS"), "1")
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "recipe.data.builder"],
+            [sys.executable, "-c", _BUILDER],
             stdin=subprocess.PIPE,
             text=True,
             env=os.environ | no_progress_bars | {"PYTHONPATH": python_path},
@@ -155,8 +157,9 @@ class StreamedDataset(TokenDataset):
 
     def state_dict(self) -> dict:
         """Like TokenDataset's, with the manifest, from which another node can make the shards again."""
-        manifest = dataclasses.asdict(self.manifest)
-        return super().state_dict() | {"complete": self.manifest.complete, "manifest": manifest}
+        manifest = self.manifest  # read once, since the loader's thread replaces it
+        shards = [[entry["file"], entry["tokens"], entry["sha256"]] for entry in manifest.of("train")]
+        return {"shards": shards, "complete": manifest.complete, "manifest": dataclasses.asdict(manifest)}
 
     def close(self) -> None:
         """Interrupts every wait for a shard."""

@@ -157,7 +157,7 @@ def recipe(size: Size, text: Text, tokens: float, devices: int) -> Fields:
         "learning_rate": (rounded(0.012 * max(1, width / 128) ** -0.7), "of embeddings; lower for a wider model"),
         "adam_beta1": (0.8, "as tuned beside Muon, docs/log.md"),
         "adam_beta2": (0.99 if batch < 65_536 else 0.95, "longer where a batch has few of the rare tokens"),
-        "warmup_steps": (max(1, min(256, steps // 20)), "a twentieth of the run; for AdamW"),
+        "warmup_steps": (min(256, max(1, steps // 20), steps - 1), "a twentieth of the run; for AdamW"),
         "lr_scheduler_type": ("wsd", "its decay can begin by the clock, and the run can be extended"),
         "decay_fraction": (0.6, "as tuned, docs/log.md"),
         "eval_steps": (interval, "three times on the way, and at the end"),

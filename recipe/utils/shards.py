@@ -1,4 +1,4 @@
-"""Reads token shards: the .bin files of llm.c and of nanoGPT."""
+"""Reads token shards: the .bin files of llm.c and of nanoGPT, and the .npy files of build-nanogpt."""
 
 import os
 import weakref
@@ -6,8 +6,9 @@ from pathlib import Path
 
 import numpy as np
 
-from recipe.utils.errors import UserError
+from recipe.utils.errors import UserError, reading
 
+SUFFIXES = (".bin", ".npy")
 MAGIC = 20240520
 VERSION = 1
 HEADER_BYTES = 256 * 4
@@ -27,6 +28,14 @@ class ShardReader:
         header, size = os.pread(self._file, HEADER_BYTES, 0), os.fstat(self._file).st_size
         if size <= HEADER_BYTES:
             raise UserError(f"{path}: {size:,} bytes are too few for a shard; name another file, or prepare more text")
+        if header.startswith(np.lib.format.MAGIC_PREFIX):
+            with reading(path, "copy it again, or prepare the text"):
+                array = np.load(path, mmap_mode="r", allow_pickle=False)
+            if (array.ndim, array.dtype) != (1, DTYPE):
+                problem = f"an array of {array.dtype} with {array.ndim} dimensions"
+                raise UserError(f"{path}: {problem}; of .npy files those with one dimension of uint16 are read")
+            self._begin, self._count = array.offset, len(array)
+            return
         if _is_headerless(header):
             if size % DTYPE.itemsize:
                 raise UserError(f"{path}: {size:,} bytes for tokens of two each: the file was cut short; copy it again")
@@ -63,6 +72,11 @@ class ShardReader:
     def read(self, count: int = -1) -> np.ndarray:
         """The first `count` tokens, or all if there are fewer, (tokens,), uint16."""
         return np.fromfile(self.path, DTYPE, count, offset=self._begin)
+
+
+def shards_in(directory: Path, pattern: str = "*") -> list[Path]:
+    """The files with a suffix of shards."""
+    return [path for suffix in SUFFIXES for path in directory.glob(pattern + suffix)]
 
 
 def _is_headerless(header: bytes) -> bool:

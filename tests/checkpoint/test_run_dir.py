@@ -1,10 +1,13 @@
 """A run's directory: one run at a time, however the previous one ended, and never a directory of another program."""
 
+import errno
 import os
 import re
 import signal
 import socket
+import stat
 import time
+from contextlib import nullcontext
 
 import pytest
 
@@ -116,3 +119,21 @@ def test_another_run_is_refused_and_harmless_changes_are_reported(tmp_path, capl
     message = "run_name 'shakespeare' -> 'other'; continue it with --run_name shakespeare --output_dir "
     with pytest.raises(UserError, match=message):
         check_same_run(state, config | {"run_name": "other"}, tokenizer, tmp_path)
+
+
+@pytest.mark.parametrize(("number", "refused"), [(errno.EINVAL, False), (errno.EIO, True)])
+def test_a_file_system_may_have_no_fsync_of_directories(tmp_path, monkeypatch, number, refused):
+    """VirtualBox's shared folders, for example; any other error is the disk's."""
+    flush = os.fsync
+
+    def fsync(descriptor):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(number, os.strerror(number))
+        flush(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with (
+        pytest.raises(UserError, match="Input/output error") if refused else nullcontext(),
+        run_directory(tmp_path / "r"),
+    ):
+        pass

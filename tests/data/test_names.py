@@ -286,3 +286,15 @@ def test_a_subdirectory_that_cannot_be_read_is_an_error(tmp_path, monkeypatch):
     denied.add("part-2")
     with pytest.raises(UserError, match=r"books/part-2: Permission denied; make it readable, or move it away"):
         parse_config([f"--dataset_name={tmp_path / 'books'}"])
+
+
+def test_no_text_is_skipped_silently_or_read_twice(tmp_path):
+    """READMEs below the data set's own, text beside a metrics.jsonl, and links that lead in a circle."""
+    for name in ("README.md", "a/README.md", "b/guide.md", "logs/metrics.jsonl", "logs/log.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(TEXT)
+    (tmp_path / "b" / "latest").symlink_to(".")
+    texts, others = text_files(str(tmp_path))
+    assert texts == [tmp_path / "a/README.md", tmp_path / "b/guide.md"]
+    assert others == [tmp_path / "b/latest", tmp_path / "logs"]
+    assert text_files(f"{tmp_path}/b/**/*.md")[0] == [tmp_path / "b/guide.md"]

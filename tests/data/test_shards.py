@@ -71,6 +71,21 @@ def test_shards_without_a_manifest_are_found_by_name(tmp_path):
         find_shards(str(tmp_path), "val")
 
 
+def test_the_shards_of_build_nanogpt_are_read(tmp_path):
+    for name, tokens in (("val_000000", GOOD[:600]), ("train_000001", GOOD)):
+        np.save(tmp_path / f"edufineweb_{name}.npy", tokens)
+    (shard,) = find_shards(str(tmp_path), "train")
+    assert (shard.path.name, shard.tokens) == ("edufineweb_train_000001.npy", 999)
+    assert ShardReader(shard.path).runs(np.array([0, 990]), 9).tolist() == [GOOD[:9].tolist(), GOOD[990:].tolist()]
+    assert ShardReader(shard.path).read().tolist() == GOOD.tolist()
+    np.save(tmp_path / "a.npy", GOOD.astype(np.int64))
+    with pytest.raises(UserError, match=r"a\.npy: an array of int64 with 1 dimensions; of \.npy files those with one"):
+        ShardReader(tmp_path / "a.npy")
+    (tmp_path / "a.npy").write_bytes(shard.path.read_bytes()[:1500])
+    with pytest.raises(UserError, match=r"a\.npy cannot be read .* copy it again"):
+        ShardReader(tmp_path / "a.npy")
+
+
 # Fields of a shard in a manifest
 BAD = [("file", name) for name in ("../train_000000.bin", "/etc/passwd", "train_000001.bin", "a.bin", "", None, 3)]
 BAD += [("split", ".."), ("tokens", 0), ("tokens", "9"), ("tokens", True), ("sha256", None), ("sha256", "0")]

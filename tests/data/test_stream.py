@@ -61,8 +61,11 @@ def test_a_stream_gives_the_prepared_batches_within_its_disk_budget(prepared, tm
         find_shards(str(tmp_path / "s"), "train")
 
 
-def test_a_resumed_stream_builds_only_what_it_needs(prepared, tmp_path):
-    """On the same disk, and on another one from the manifest in the checkpoint."""
+def test_a_resumed_stream_builds_only_what_it_needs(prepared, tmp_path, monkeypatch):
+    """On the same disk, and on another one from the manifest in the checkpoint; from a directory with a module of a
+    name in Python's library."""
+    (tmp_path / "tokenize.py").write_text("raise SystemExit('mine')")
+    monkeypatch.chdir(tmp_path)
     data = config_of(prepared, tmp_path / "s", disk_budget_gb=budget(prepared, 4))
     expected = dataset_of(prepared)
     middle = int(expected.starts[5] + expected.starts[6]) // 2 // BATCH  # a step in the middle of shard 5

@@ -278,6 +278,7 @@ def test_newest_run_and_step(tmp_path, capsys):
     file_of(40, tmp_path / "new" / "step_00000020" / "manifest.json")
     newest = file_of(30, tmp_path / "new" / "step_00000100" / "manifest.json")
     file_of(1, tmp_path / "new" / ".saving-step_00000300" / "manifest.json")
+    file_of(1, tmp_path / ".best-x1" / "step_00000020" / "manifest.json")  # a trial
     old = file_of(50, tmp_path / "old" / "step_00000900" / "manifest.json")
     for later in (old / "results.json", old.parent / "metrics.jsonl", first / "results.json"):
         later.touch()
