@@ -184,6 +184,10 @@ MISTAKES = {
     ),
     "warm-up": (lambda box: box.train(warmup_steps=6), "must be below max_steps 6; add --warmup_steps 0"),
     "fused loss": (lambda box: box.train(fused_loss=True), "fused_loss", "remove fused_loss"),
+    "resumed run, other data": (
+        lambda box: box.resume(dataset_name=box.shard(GOOD)),
+        "does not hold the shards that the checkpoint was trained on (train_000000.bin differs); choose another ",
+    ),
     "complete run, other data": (
         lambda box: box.resume(max_steps=20, dataset_name=box.shard(GOOD)),
         "run is complete, and was trained on ",

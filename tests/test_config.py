@@ -211,6 +211,11 @@ def test_batch_arithmetic():
         batch_arithmetic(config, 1024)  # more devices than sequences
 
 
+def test_adam_and_clipping_are_those_of_gpt3_by_default():
+    opt = parse_config(["--config=gpt2"]).optimizer
+    assert (opt.adam_beta1, opt.adam_beta2, opt.max_grad_norm) == (0.9, 0.95, 1.0)
+
+
 def test_parameters_and_flops_of_gpt2s_sizes():
     names = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
     counts = [parameter_count(parse_config([f"--config={name}"]).model) for name in names]

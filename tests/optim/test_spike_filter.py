@@ -10,6 +10,7 @@ import torch
 from recipe.config import BatchPlan, OptimizerConfig
 from recipe.optim.spike_filter import SpikeFilter
 from recipe.utils.errors import Lasting
+from recipe.utils.processes import Processes
 from tests.engine import cpu_strategy
 
 CPU = torch.device("cpu")
@@ -75,6 +76,26 @@ def test_a_value_that_is_not_finite_does_not_enter_the_window():
     assert skips(spike_filter, [float("nan")], [float("nan")]) == [True]
     assert spike_filter.state_dict()["loss"] == window
     assert skips(spike_filter, [9.0], [1.0]) == [True]
+
+
+def test_all_processes_judge_a_step_by_their_mean_loss():
+    """By its own loss, one would skip a step that another takes."""
+
+    class Two(Processes):
+        def mean(self, value: torch.Tensor) -> torch.Tensor:
+            return (value + 5.0) / 2  # the other's is 5
+
+    def should_skip(norm: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+        losses.append(loss.item())
+        return torch.zeros(())
+
+    losses, model = [], torch.nn.Linear(1, 1)
+    model(torch.ones(1)).backward()
+    strategy, optimizer = cpu_strategy(SimpleNamespace(scaler=None, prepare=lambda model: model), Two()), torch.optim.SGD(model.parameters())
+    strategy.prepare(model, optimizer, BatchPlan(1, 1, 1, 1), OptimizerConfig())
+    strategy.spike_filter = SimpleNamespace(limits={"loss": 3.0}, should_skip=should_skip)
+    strategy.update(model, optimizer, torch.tensor(2.0))
+    assert losses == [3.5]
 
 
 @pytest.mark.parametrize("scaled", [False, True], ids=["fp32", "fp16's scaler"])
