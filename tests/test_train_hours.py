@@ -109,9 +109,9 @@ def test_a_complete_run_stays_as_it_is_with_less_time(shards, complete_run):
 
 
 def test_the_decay_can_become_due_during_an_evaluation_after_the_save(shards, tmp_path):
-    """The checkpoint of that step has an earlier clock."""
+    """The checkpoint of that step has an earlier clock. With --fresh, which the decay must not repeat."""
     fields = FIELDS | {"dataset_name": f"{shards}/val_000000.bin", "val_data": f"{shards}/train_000000.bin"}
-    fields |= {"eval_steps": 1, "save_steps": 1, "eval_tokens": 8_000}
+    fields |= {"eval_steps": 1, "save_steps": 1, "eval_tokens": 8_000, "fresh": "true"}
     result = ok(run_train(*flags(**fields, output_dir=tmp_path / "run"), timeout=90))
     assert result.stdout.count("decay      begins after step") == 1
     step, max_steps, _ = saved_state(tmp_path / "run")

@@ -82,6 +82,17 @@ def test_a_resumed_stream_builds_only_what_it_needs(prepared, tmp_path, monkeypa
     assert (tmp_path / "other" / "val_000000.bin").read_bytes() == (prepared.out / "val_000000.bin").read_bytes()
 
 
+def test_a_run_resumed_on_another_disk_makes_only_the_shards_that_it_needs(prepared, whole_run, tmp_path):
+    """Step 20 reads the second one."""
+    run = shutil.copytree(whole_run[0], tmp_path / "run")
+    data = dataset_of(prepared).state_dict() | {"manifest": dataclasses.asdict(prepared.manifest)}
+    change_state(run / "step_00000020", lambda state: state.update(data=data))
+    sizes = {"val_documents": 20, "shard_tokens": 8000, "dropout": 0.1, "max_steps": 21, "eval_steps": 7}
+    ok(run_train(*tiny_flags(tmp_path / "s", run, train_text=prepared.text, streaming="true", **sizes)))
+    assert (tmp_path / "s" / "train_000001.bin").exists()
+    assert not (tmp_path / "s" / "train_000000.bin").exists()
+
+
 def test_a_shard_stays_until_every_reader_has_passed_it(prepared, tmp_path):
     expected = dataset_of(prepared)
     with streaming(config_of(prepared, tmp_path / "s", disk_budget_gb=budget(prepared, 3)), readers=2) as s:

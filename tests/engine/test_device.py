@@ -8,6 +8,7 @@ import torch
 from huggingface_hub import JobHardware
 
 from recipe.engine import hardware
+from recipe.engine.device import local_device
 from recipe.utils.errors import UserError
 from recipe.utils.processes import Processes
 from tests.engine import cpu_strategy
@@ -42,6 +43,14 @@ def test_auto_is_the_fastest_precision_that_the_device_computes_natively(machine
     machine(**devices)
     assert hardware.resolve_precision("auto", cpu=cpu) == precision
     assert hardware.resolve_precision("fp32", cpu=cpu) == "fp32"
+
+
+def test_fp32_is_not_rounded_to_tf32(monkeypatch):
+    settings = []
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", settings.append)
+    for precision in ("fp32", "tf32"):
+        local_device(torch.device("mps"), precision, local_world_size=1)
+    assert settings == ["highest", "high"]
 
 
 @pytest.mark.parametrize(

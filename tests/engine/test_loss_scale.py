@@ -1,5 +1,6 @@
 """The fp16 loss scale in a checkpoint: a resumed run doubles it when the uninterrupted one does."""
 
+import shutil
 from importlib.util import find_spec
 from itertools import pairwise
 from types import SimpleNamespace
@@ -7,6 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from recipe.checkpoint.format import state_of
+from recipe.engine.strategy import Strategy
+from recipe.train import main
+from tests.checkpoint import change_state
+from tests.conftest import tiny_flags
 from tests.engine import cpu_strategy
 
 WINDOW = 4  # finite steps before it doubles
@@ -69,6 +75,16 @@ def test_a_resumed_run_doubles_the_loss_scale_when_the_uninterrupted_one_does(mo
         expected = doublings(uninterrupted, steps)[:2]
         assert len(expected) == 2
         assert doublings(resumed, steps)[:2] == expected, saved_step
+
+
+def test_a_resumed_run_goes_on_with_the_loss_scale_of_its_checkpoint(shards, whole_run, tmp_path, monkeypatch):
+    """Here on a CPU, whose steps leave it as it is."""
+    run, scale = shutil.copytree(whole_run[0], tmp_path / "run"), torch.amp.GradScaler("cpu", init_scale=8.0)
+    change_state(run / "step_00000020", lambda state: state.update(grad_scaler=scale.state_dict()))
+    monkeypatch.setattr(Strategy, "grad_scaler", torch.amp.GradScaler("cpu"))
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    assert main(tiny_flags(shards, run, dropout=0.1, max_steps=21, eval_steps=7)) == 0
+    assert state_of(run / "step_00000021")["grad_scaler"] == scale.state_dict()
 
 
 def test_a_second_run_of_a_process_starts_with_the_first_loss_scale():

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from recipe.checkpoint.format import checkpoints, newest_intact, step_of
+from recipe.checkpoint.format import checkpoints, newest_intact, state_of, step_of
 from recipe.utils.errors import ExitCode
 from tests.conftest import assert_equal_tensors, by_step, tensors
 from tests.faults.lab import Lab, Run, curve, newest_step
@@ -160,6 +160,7 @@ def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(lab, tmp_path,
     lab.start(tmp_path, processes, **changes).end(0)
     skipped = [line["skipped_steps"] for line in by_step(tmp_path / "run").values()]
     assert skipped[1:] == [0] * (step - 1) + [1] * (7 - step)
+    assert state_of(paths[6])["optimizer_steps"] == 5
     skipped_step, last_step = tensors(paths[step]), tensors(paths[6])
     assert all(t.isfinite().all() for t in last_step.values())
     assert any(not torch.equal(skipped_step[k], last_step[k]) for k in skipped_step)

@@ -91,7 +91,8 @@ def test_all_processes_judge_a_step_by_their_mean_loss():
 
     losses, model = [], torch.nn.Linear(1, 1)
     model(torch.ones(1)).backward()
-    strategy, optimizer = cpu_strategy(SimpleNamespace(scaler=None, prepare=lambda model: model), Two()), torch.optim.SGD(model.parameters())
+    optimizer, accelerator = torch.optim.SGD(model.parameters()), SimpleNamespace(scaler=None, prepare=lambda m: m)
+    strategy = cpu_strategy(accelerator, Two())
     strategy.prepare(model, optimizer, BatchPlan(1, 1, 1, 1), OptimizerConfig())
     strategy.spike_filter = SimpleNamespace(limits={"loss": 3.0}, should_skip=should_skip)
     strategy.update(model, optimizer, torch.tensor(2.0))

@@ -1,0 +1,40 @@
+"""Reading ahead: how long the loop waits, and what it makes of an error."""
+
+import errno
+import os
+import threading
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+
+from recipe.config import BatchPlan
+from recipe.data.prefetch import BatchLoader
+from recipe.utils.errors import UserError
+
+
+def loader(sequences) -> BatchLoader:
+    """Of two steps of one micro-batch, on the CPU, which `sequences` reads."""
+    dataset = SimpleNamespace(sequences=sequences, close=lambda: None)
+    return BatchLoader(dataset, BatchPlan(2, 1, 2, 1), 0, range(2), to_device=torch.Tensor.cpu, pin=False)
+
+
+def test_a_wait_for_data_counts_once():
+    may_read = threading.Event()
+    with loader(lambda *_: may_read.wait(30) and np.zeros((2, 9), np.int64)) as batches:
+        assert not batches.ready(0.05)
+        assert batches.waited() > 0.04
+        assert batches.waited() == 0
+        may_read.set()
+        assert batches.ready(30)
+
+
+def test_any_error_of_the_disk_is_told_to_the_user():
+    def read(*_):
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    with loader(read) as batches:
+        assert batches.ready(30)
+        error = batches.error()
+        assert isinstance(error, UserError)
+        assert str(error).startswith("the data cannot be read (OSError: ")
