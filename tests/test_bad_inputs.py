@@ -394,6 +394,7 @@ def test_a_run_that_diverges_ends_and_keeps_finite_checkpoints(command, box):
     assert code == 2
     assert "steps in a row" in err
     assert (box.run / "step_00000020").is_dir()
+    assert checkpoints(box.run)[-1].name == "step_00000023"  # step 24 is the third in a row to be skipped
     for checkpoint in checkpoints(box.run):
         assert all(t.isfinite().all() for t in load_file(checkpoint / "model.safetensors").values()), checkpoint
 

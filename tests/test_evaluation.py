@@ -44,9 +44,11 @@ def test_a_sample_is_drawn_from_the_likeliest_tokens_by_its_seed(tiny_gpt2, monk
     with torch.no_grad():
         samples = [evaluation.continuation(model, prompt, seed) for seed in (1, 1, 2)]
         assert samples[0] == samples[1] != samples[2]
+        monkeypatch.setattr(evaluation, "TEMPERATURE", 1e-6)
+        cold = evaluation.continuation(model, prompt, seed=1)
         monkeypatch.setattr(evaluation, "TOP_K", 1)
         greedy = evaluation.continuation(model, prompt, seed=1)
     ids = torch.tensor([prompt[-16:]])
     options = {"do_sample": False, "max_new_tokens": 48, "pad_token_id": 0, "eos_token_id": None}
     expected = reference.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, 16:].tolist()
-    assert greedy == expected
+    assert cold == greedy == expected

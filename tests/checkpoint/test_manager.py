@@ -7,6 +7,7 @@ import threading
 import time
 from contextlib import ExitStack, nullcontext
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -23,10 +24,11 @@ from tests.engine import cpu_strategy
 
 
 class Run:
-    """A run with a CheckpointManager in `directory`, whose only weight is a tensor of four times `value`."""
+    """A run with a CheckpointManager in `directory`, whose only weight is a tensor of four times `value`, with an
+    optimizer's state of four times `moment`."""
 
     def __init__(self, directory):
-        self.directory, self.value = directory, 1.0
+        self.directory, self.value, self.moment = directory, 1.0, 1.0
         self.synced = []
         self.metrics = SimpleNamespace(warning="", paused=lambda activity: nullcontext())
         self.metrics.state_dict = lambda: {"unwritten": self.metrics.unwritten}
@@ -43,7 +45,7 @@ class Run:
         self.manager = CheckpointManager(config, strategy, trained, stateful, self.metrics, descriptor, None)
 
     def _gather(self, *_) -> tuple[dict, dict]:
-        return {"a": torch.full((4,), self.value)}, {"exp_avg.a": torch.ones(4)}
+        return {"a": torch.full((4,), self.value)}, {"exp_avg.a": torch.full((4,), self.moment)}
 
     def save(self, step: int) -> None:
         self.manager.save(step, {"loss": 0.5})
@@ -129,6 +131,7 @@ def test_the_last_save_retries_on_a_full_disk_and_then_deletes_an_unprotected_ch
     assert run.steps == [1, 2, 3, 4, 5]
     assert run.manager.finish()
     assert run.steps == [1, 2, 4, 5, 6]
+    assert run.metrics.warning == ""
     assert "the last save is retried for 0 s: free some space" in caplog.text
 
 
@@ -149,10 +152,24 @@ def test_a_run_whose_directory_was_replaced_ends_and_touches_nothing_there(run, 
     assert [step_of(path) for path in checkpoints(moved_dir)] == [3]
 
 
-def test_weights_that_are_not_finite_are_never_saved_and_replace_no_good_ones(run, caplog):
+def test_a_run_whose_directory_was_replaced_after_a_failed_save_does_not_retry_it_there(
+    run, tmp_path_factory, monkeypatch
+):
+    monkeypatch.setattr(module, "RETRY_PAUSE_S", 0.1)
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "save_checkpoint", Mock(side_effect=OSError(errno.EIO, os.strerror(errno.EIO))))
+        run.save_and_wait(3)
+    run.directory.rename(tmp_path_factory.mktemp("moved") / "old")
+    run.directory.mkdir()
+    assert not run.manager.finish()
+    assert list(run.directory.iterdir()) == []
+
+
+@pytest.mark.parametrize(("name", "tensor"), [("value", "a"), ("moment", "exp_avg.a")])
+def test_a_state_that_is_not_finite_is_never_saved_and_replaces_no_good_one(run, caplog, name, tensor):
     run.save(1)
-    run.value = float("inf")
+    setattr(run, name, float("inf"))
     run.save(2)
     assert not run.manager.finish()  # at once: a retry would not help
     assert run.steps == [1]
-    assert "step 2: NOT SAVED: a holds inf or NaN; lower learning_rate" in caplog.text
+    assert f"step 2: NOT SAVED: {tensor} holds inf or NaN; lower learning_rate" in caplog.text

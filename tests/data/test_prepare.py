@@ -213,6 +213,25 @@ def test_killed_anywhere_and_run_again_gives_the_same_bytes(tmp_path, changes):
     assert number > 20
 
 
+def test_a_file_is_on_the_disk_before_it_gets_its_name(reference, tmp_path, monkeypatch):
+    """After a power failure a shard or a manifest could be empty, otherwise."""
+    flushed, fsync = set(), os.fsync
+
+    def named() -> set[tuple[int, int]]:
+        infos = [path.stat() for name in ("*.bin", "*.json") for path in tmp_path.glob(name)]
+        return {(info.st_ino, info.st_size) for info in infos}
+
+    def recorded(descriptor: int) -> None:
+        fsync(descriptor)
+        info = os.fstat(descriptor)
+        flushed.update({(info.st_ino, info.st_size)} - named())
+
+    monkeypatch.setattr(os, "fsync", recorded)
+    prepare(data_of(reference.text, tmp_path, shard_tokens=30_000))
+    assert len(named()) > 2
+    assert named() <= flushed
+
+
 @pytest.mark.parametrize("changes", [{"val_documents": 9}, {"val_fraction": 0.99}])
 def test_a_shard_that_is_damaged_during_an_interruption_is_refused(tmp_path, monkeypatch, changes):
     data = data_of(write_jsonl(tmp_path / "d.jsonl"), tmp_path / "out", shard_tokens=6000, **changes)

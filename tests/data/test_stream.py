@@ -15,7 +15,7 @@ import numpy as np
 import psutil
 import pytest
 
-from recipe.data.builder import STATUS, Builder
+from recipe.data.builder import STATUS, Builder, reader_path
 from recipe.data.producer import Producer
 from recipe.data.shards import Manifest, find_shards
 from recipe.data.stream import BuilderProcess, open_manifest, wait_for
@@ -105,6 +105,8 @@ def test_a_shard_stays_until_every_reader_has_passed_it(prepared, tmp_path):
         thread = threading.Thread(target=lambda: (fast.sequences(next_step, 0, BATCH // 2), reached.set()), daemon=True)
         thread.start()
         assert not reached.wait(1)  # there is no room for its shard while the slow reader is at the first one
+        reader_path(s.out, 1).unlink()  # as of a reader that is still starting
+        assert not reached.wait(1)
         assert (s.out / "train_000000.bin").exists()
         for step in range(next_step):
             rows = slow.sequences(step, BATCH // 2, BATCH)
