@@ -1,6 +1,7 @@
-"""A run whose nodes are launched differently does not train."""
+"""A run whose nodes are launched differently does not train; its streams share the disk."""
 
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -81,6 +82,17 @@ def test_a_node_with_other_shards_is_refused(monkeypatch, tmp_path):
     open_on("b")
     with pytest.raises(UserError, match=r"c holds other shards here than on rank 0's node; copy"):
         open_on("c")
+
+
+def test_streams_share_the_disk_budget(monkeypatch):
+    start = Mock(side_effect=UserError("the builder is not started here"))
+    monkeypatch.setattr("recipe.data.open.BuilderProcess", start)
+    argv = ["--dataset_name=[{name: ORG/A, weight: 1}, {name: ORG/B, weight: 3}]", "--streaming=true"]
+    config = parse_config([*argv, "--disk_budget_gb=30"])
+    datasets = open_datasets(config, batch_arithmetic(config, 1), Processes())
+    with pytest.raises(UserError, match="not started here"), datasets:
+        pass
+    assert start.call_args.args[0].disk_budget_gb == 15
 
 
 @pytest.mark.parametrize("name", ["skip_loss_z", "skip_grad_z"])

@@ -24,8 +24,7 @@ from tests.engine import cpu_strategy
 
 
 class Run:
-    """A run with a CheckpointManager in `directory`, whose only weight is a tensor of four times `value`, with an
-    optimizer's state of four times `moment`."""
+    """A run with a CheckpointManager in `directory`, with one weight of four times `value`, of `moment` the same."""
 
     def __init__(self, directory):
         self.directory, self.value, self.moment = directory, 1.0, 1.0
@@ -152,9 +151,7 @@ def test_a_run_whose_directory_was_replaced_ends_and_touches_nothing_there(run, 
     assert [step_of(path) for path in checkpoints(moved_dir)] == [3]
 
 
-def test_a_run_whose_directory_was_replaced_after_a_failed_save_does_not_retry_it_there(
-    run, tmp_path_factory, monkeypatch
-):
+def test_a_failed_save_is_not_retried_in_a_directory_that_replaces_the_runs(run, tmp_path_factory, monkeypatch):
     monkeypatch.setattr(module, "RETRY_PAUSE_S", 0.1)
     with monkeypatch.context() as patch:
         patch.setattr(module, "save_checkpoint", Mock(side_effect=OSError(errno.EIO, os.strerror(errno.EIO))))

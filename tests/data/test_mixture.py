@@ -5,7 +5,6 @@ import json
 import re
 import shutil
 import threading
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -14,14 +13,11 @@ from huggingface_hub import ModelCard
 
 from eval.curves import read_run
 from eval.report import summarize, write_report
-from recipe.config import MixtureEntry, batch_arithmetic, data_sets, parse_config
+from recipe.config import MixtureEntry, data_sets, parse_config
 from recipe.data.builder import read_json, reader_path
 from recipe.data.mixed import MixedDataset, deal, windows_before
-from recipe.data.open import open_datasets
 from recipe.data.prepare import main as prepare
 from recipe.hub.model_card import model_card
-from recipe.utils.errors import UserError
-from recipe.utils.processes import Processes
 from tests import processes
 from tests.conftest import TINY, by_step, forget_after, ok, refused, run_train
 from tests.data import DOCUMENTS, TEXT, streams, write_jsonl
@@ -57,18 +53,6 @@ def test_a_reader_that_gets_no_window_of_a_stream_does_not_stall_it(prepared, tm
         threading.Thread(target=read, daemon=True).start()
         assert finished.wait(60)
         assert read_json(reader_path(s.out, 1)) == {"shard": 7}
-
-
-def test_streams_share_the_disk_budget(tmp_path, monkeypatch):
-    start = Mock(side_effect=UserError("the builder is not started here"))
-    monkeypatch.setattr("recipe.data.open.BuilderProcess", start)
-    monkeypatch.chdir(tmp_path)
-    words = "[{name: ORG/A, weight: 1}, {name: ORG/B, weight: 3}]"
-    config = parse_config([f"--dataset_name={words}", "--streaming=true", "--disk_budget_gb=30"])
-    datasets = open_datasets(config, batch_arithmetic(config, 1), Processes())
-    with pytest.raises(UserError, match="not started here"), datasets:
-        pass
-    assert start.call_args.args[0].disk_budget_gb == 15
 
 
 def recipe(streaming=False, **fields) -> str:

@@ -214,7 +214,7 @@ def test_killed_anywhere_and_run_again_gives_the_same_bytes(tmp_path, changes):
 
 
 def test_a_file_is_on_the_disk_before_it_gets_its_name(reference, tmp_path, monkeypatch):
-    """After a power failure a shard or a manifest could be empty, otherwise."""
+    """Otherwise a power failure could leave an empty shard or manifest."""
     flushed, fsync = set(), os.fsync
 
     def named() -> set[tuple[int, int]]:

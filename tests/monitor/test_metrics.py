@@ -14,7 +14,6 @@ from recipe.estimate.memory import flops_per_token
 from recipe.monitor.metrics import Metrics, MetricsLog, RunningLoss
 from recipe.utils.checkpoints import read_metrics
 from recipe.utils.errors import UserError
-from recipe.utils.processes import Processes
 from tests.conftest import files_of_at_most, flags
 from tests.engine import cpu_strategy
 
@@ -89,20 +88,15 @@ def test_a_resume_on_a_full_disk_says_to_free_space_and_keeps_the_curve(tmp_path
     assert path.read_text() == '{"step": 1}\n'
 
 
-class Two(Processes):
-    """Two processes that measure the same."""
-
-    def sum(self, value: torch.Tensor) -> torch.Tensor:
-        return value * self.world_size
-
-
 def test_a_record_holds_what_its_step_read_and_its_evaluations_also_after_a_resume(tmp_path, monkeypatch):
     settings = {"logging_steps": 5, "learning_rate": 1e-3, "warmup_steps": 10, "output_dir": tmp_path}
     config = parse_config(flags(**settings))
     tokens, clock = config.optimizer.total_batch_tokens, SimpleNamespace(seconds=100.0)
     monkeypatch.setattr("time.perf_counter", lambda: clock.seconds)
     monkeypatch.setattr(Device, "counters", lambda self: {"peak_memory_bytes": 7})
-    strategy, batches = cpu_strategy(None, Two(world_size=2), peak_flops=5e5), SimpleNamespace(waited=lambda: 0.5)
+    same = {"mean": lambda value: value, "broadcast_object": lambda value: value}  # on both processes
+    processes = SimpleNamespace(world_size=2, is_main=True, **same)
+    strategy, batches = cpu_strategy(None, processes, peak_flops=5e5), SimpleNamespace(waited=lambda: 0.5)
     strategy.spike_filter = SimpleNamespace(check=lambda step: 2)
 
     with Metrics(config, strategy, batches, 0) as metrics:
