@@ -176,7 +176,7 @@ def load(args: argparse.Namespace, variable: str = "MODEL") -> Loaded:
             # The same formula in one operation instead of seven; saves a fifth of a forward pass on a CPU.
             config.activation_function = "gelu_pytorch_tanh"
         if directory and not any(re.search(r"token|vocab|merges|spiece", path.name) for path in directory.iterdir()):
-            raise UserError("no tokenizer files, such as tokenizer.json, beside the weights")
+            raise UserError("no tokenizer files, such as tokenizer.json (GPT-2's are in openai-community/gpt2)")
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
         options = {"config": config, "dtype": dtype, "output_loading_info": True}
         options |= {"use_safetensors": True, "trust_remote_code": False}

@@ -43,9 +43,12 @@ def batch_arithmetic(config: Config, world_size: int, devices: int = 1) -> Batch
     accumulation, remainder = divmod(tokens, unit)
     if remainder:
         factor = plural(replicas, "process", "es") if devices == 1 else plural(replicas, "device")
+        factor += "" if size == AUTO else f" x micro_batch_size {micro}"
+        # With auto the step of the suggestion also divides by 8 sequences a device.
+        good_unit = 8 * unit if size == AUTO and tokens >= 8 * unit else unit
         raise UserError(
-            f"total_batch_tokens {tokens} is not a multiple of {factor} x micro_batch_size {micro} x sequence_length "
-            f"{length} = {unit}; {max(1, accumulation) * unit} is one"
+            f"total_batch_tokens {tokens} is not a multiple of {factor} x sequence_length {length} = {unit}; "
+            f"{max(1, tokens // good_unit) * good_unit} is one"
         )
     return BatchPlan(sequences, world_size, micro * devices, accumulation, devices)
 
