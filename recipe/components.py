@@ -1,12 +1,11 @@
 """The components of the training loop: built, restored from a checkpoint, and closed."""
 
 import logging
-import math
-import shutil
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from math import ceil
 from pathlib import Path
 
 import torch
@@ -25,16 +24,14 @@ from recipe.data.producer import open_text
 from recipe.data.tokenizer import open_tokenizer
 from recipe.engine.launch import max_restarts
 from recipe.engine.strategy import Strategy
-from recipe.estimate.memory import checkpoint_bytes, checkpoint_count
 from recipe.evaluation import Evaluator
 from recipe.model.build import build_model, check_init_from
 from recipe.model.gpt2 import GPT2LMHeadModel
 from recipe.model.loss import can_fuse
 from recipe.monitor.metrics import Metrics, time_to_decay
 from recipe.optim.optimizer import make_optimizer
-from recipe.utils.checkpoints import checkpoints, val_losses
+from recipe.utils.checkpoints import val_losses
 from recipe.utils.errors import Unreachable, UserError
-from recipe.utils.files import nearest_directory
 from recipe.utils.processes import Processes
 from recipe.utils.redaction import redacted
 
@@ -76,7 +73,7 @@ def open_components(
     step, state = (checkpoint.step, checkpoint.state) if checkpoint else (0, {})
     with ExitStack() as stack:
         processes = strategy.runtime.processes
-        datasets = open_datasets(leave_room_for_checkpoints(config), batch, processes, step, state.get("data"))
+        datasets = open_datasets(config, batch, processes, step, state.get("data"))
         train_data, val_data = stack.enter_context(datasets)
         if checkpoint:
             check_same_data(state["data"], train_data.state_dict(), config.data.dataset_name)
@@ -222,19 +219,6 @@ def _check_data_of_finished_run(config: Config, state: dict) -> None:
         ) from None
 
 
-def leave_room_for_checkpoints(config: Config) -> Config:
-    """The configuration with a disk_budget_gb that leaves room for the run's checkpoints, but for its milestones, where
-    they are on the disk of its streams."""
-    run_dir = Path(config.run.output_dir)
-    disk = nearest_directory(run_dir)
-    outs = [Path(entry.data.dataset_name) for entry in data_sets(config.data) if entry.data.streaming]
-    outs = [out for out in outs if nearest_directory(out).stat().st_dev == disk.stat().st_dev]
-    missing = max(0, checkpoint_count(config.replace(milestone_steps=0)) - len(checkpoints(run_dir)))
-    used = sum(path.stat().st_size for out in outs for path in out.glob("*.bin"))
-    room = max(0, used + shutil.disk_usage(disk).free - missing * checkpoint_bytes(config)) if outs else math.inf
-    return config.replace(disk_budget_gb=min(config.data.disk_budget_gb, room / 1e9))
-
-
 def with_vocabulary(config: Config, processes: Processes) -> Config:
     """The configuration with the vocabulary size of its tokenizer, which each node's first process loads first. A
     collective call. Raises UserError, on all processes."""
@@ -252,7 +236,7 @@ def with_steps(config: Config, processes: Processes, *, decay_due: bool = False)
     if not (epochs := config.run.num_train_epochs):
         return config
     windows = processes.in_turns(lambda: training_windows(config), "the data cannot be prepared")
-    steps = max(1, math.ceil(epochs * windows / (config.optimizer.total_batch_tokens // config.data.sequence_length)))
+    steps = max(1, ceil(epochs * windows / (config.optimizer.total_batch_tokens // config.data.sequence_length)))
     config = config.replace(max_steps=steps, num_train_epochs=0.0)
     check(config)
     return config

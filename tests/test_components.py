@@ -5,7 +5,6 @@ from unittest.mock import Mock
 
 import pytest
 
-from recipe import components
 from recipe.checkpoint import provenance
 from recipe.components import check_same_launch, check_supported
 from recipe.config import batch_arithmetic, parse_config
@@ -118,16 +117,3 @@ def test_what_a_restart_would_repeat_is_refused(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "0")
     check_supported(fresh_config, node(Processes()))
     check_supported(timed_config, node(Processes()))
-
-
-def test_a_stream_leaves_room_for_the_checkpoints(tmp_path, monkeypatch):
-    """A small GPT-2's take 1.5 GB each, here four at most; nothing is reserved for a run on shards."""
-    argv = ["--config=gpt2", f"--output_dir={tmp_path / 'run'}", "--save_total_limit=2", "--optim=adamw"]
-    argv += ["--dataset_name=a/b", "--streaming=true", "--disk_budget_gb=10"]
-    for free, budget in ((1e9, 0), (12e9, 6.02), (40e9, 10)):
-        monkeypatch.setattr(components.shutil, "disk_usage", lambda _, free=free: SimpleNamespace(free=int(free)))
-        config = components.leave_room_for_checkpoints(parse_config(argv))
-        assert config.data.disk_budget_gb == pytest.approx(budget, abs=0.01)
-    (tmp_path / "train_0.bin").write_bytes(bytes(2000))
-    config = parse_config([*argv[:4], f"--dataset_name={tmp_path}", "--streaming=false"])
-    assert components.leave_room_for_checkpoints(config) == config
