@@ -120,7 +120,7 @@ def options_of(interval: Interval, directory: Path, repo: str, flags: list[str])
     replaced = {flag.partition("=")[0].removeprefix("--") for flag in flags}
     if replaced & {"dataset_name", "train_text"}:
         replaced |= {"dataset_name", "val_data"}
-    dataset_name, data_states = values["dataset_name"], state["data"].get("mixture") or [state["data"]]
+    dataset_name, data_states = values["dataset_name"], data_states_of(interval.end)
     for number, entry in enumerate(dataset_name if isinstance(dataset_name, list) else [values]):
         key = "dataset_name" if entry is values else "name"
         sources = values | entry | {"dataset_name": entry.get("train_text") or entry[key]}
@@ -131,7 +131,8 @@ def options_of(interval: Interval, directory: Path, repo: str, flags: list[str])
                 raise UserError(f"{problem}; name yours with --flags '--{field} PATH'")
         if repo or data_states[number].get("manifest"):
             entry[key] = str(directory / f"shards-{number}" / Path(entry[key]).name)  # the name is in columns' names
-            resumes_stream = interval.start and data_states[number].get("manifest")  # from the commit that it has
+            # A stream that resumes has its commit in the checkpoint.
+            resumes_stream = interval.start and data_states_of(interval.start)[number].get("manifest")
             commit = texts_of(part)[number].get("commit")
             if commit and not resumes_stream and "dataset_revision" not in replaced:
                 entry["dataset_revision"] = commit  # the data set may have a newer one
@@ -230,7 +231,7 @@ def compare(run: Values, replay: Values, replay_2: Values, start: Weights, first
     second replay measures; and how close the others are where rounding is small."""
     run_distances, replay_distances = distances(run, replay, start), distances(replay_2, replay, start)
     discrete = ("sample", "hellaswag")  # made of tokens and answers, which rounding can change
-    limits, tightness = {key: math.inf for key in run_distances if key[1].startswith(discrete)}, []
+    limits, tightness = {key: math.inf for key in run.keys() & replay.keys() if key[1].startswith(discrete)}, []
     for kind, (pattern, floor, tight, loose) in KINDS.items():
         keys = [key for key in replay_distances if re.search(pattern, key[1])]
         rounding = {}
@@ -267,6 +268,12 @@ def without_later_values(run: Values, replay: Values, interval: Interval) -> tup
     return kept, f", not checked: {', '.join(names)} of step {interval.last:,}" if names else ""
 
 
+def data_states_of(checkpoint: Path) -> list[dict]:
+    """The state of each data set in a checkpoint."""
+    data = state_of(checkpoint)["data"]
+    return data.get("mixture") or [data]
+
+
 def texts_of(part: dict) -> list[dict]:
     """The text of each data set of a part of a run."""
     return part["data"].get("mixture") or [part["data"]]
@@ -296,12 +303,13 @@ def check_record(run: dict, replay: dict, flags: str) -> None:
     names = ("digest", "end_of_text") if "--tokenizer" in flags else ("digest", "end_of_text", "name")
     if any(run["tokenizer"][name] != replay["tokenizer"][name] for name in names):
         raise Different("the checkpoint names another tokenizer than that of its replay")
+    if re.search("dataset_name|train_text", flags):  # the same shards may have other names
+        return
     try:
         check_same_data(run["data"], replay["data"], "")
-    except UserError:
+    except (UserError, LookupError, ValueError):
         raise Different("the checkpoint names other shards than those that it was trained on") from None
-    parts = run["about"][-1], replay["about"][-1]
-    if not re.search("dataset_name|train_text", flags) and names_other_data(*parts):
+    if names_other_data(run["about"][-1], replay["about"][-1]):
         raise Different("the checkpoint names other data than those that it was trained on")
 
 
@@ -331,6 +339,7 @@ def audit(interval: Interval, directory: Path, arguments: argparse.Namespace) ->
         return f"{sentence} ({'; '.join(texts)})" if texts else sentence
     if not changed and replay_part["deterministic"]:
         raise Different(difference)
+    check_record(checkpoint.state, replayed.state, arguments.flags)
     circumstances = "; ".join(texts) or "this device is not deterministic"
     if changed & CASTS and {run_part["precision"], replay_part["precision"]} != {"fp32"}:
         raise NotComparable(f"half precision rounds at other places here ({circumstances}); {WAY_OUT}")
@@ -348,7 +357,6 @@ def audit(interval: Interval, directory: Path, arguments: argparse.Namespace) ->
         raise (NotComparable if changed & CODE else Different)(f"{difference} ({circumstances})")
     if kinds := [kind for kind in list(KINDS)[:2] if not any(kind in text for text in tightness)]:
         raise NotComparable(f"two replays here are too far apart in {kinds[0]} ({circumstances}); {WAY_OUT}")
-    check_record(checkpoint.state, replayed.state, arguments.flags)
     return f"holds: {'; '.join(tightness)} ({circumstances}){unchecked}"
 
 
@@ -387,6 +395,7 @@ def _main(arguments: argparse.Namespace, directory: Path) -> int:
     if arguments.random:
         ends = sorted(random.sample(paths, min(number, len(paths))), key=step_of)
     print(f"audit      {repo or run}: {len(ends)} of {len(paths)} intervals between its checkpoints", flush=True)
+    step_on_main = step_of_main(repo, paths) if repo else 0
     codes = set()
     for end in ends:
         interval = interval_to(end, paths, repo)
@@ -397,11 +406,12 @@ def _main(arguments: argparse.Namespace, directory: Path) -> int:
             code, sentence = error.code, f"{error.verdict}: {error}"
         print(f"step {interval.first:,} to {interval.last:,}: {sentence}", flush=True)
         codes.add(code)
-    if repo:
-        steps, step = {step_of(end) for end in ends}, step_of_main(repo, paths)
-        sentence = "different: no branch of a step has its files" if step is None else f"the files of step {step:,}"
-        print(f"main: {sentence}{'' if step in {None, *steps} else ', to which nothing was replayed'}", flush=True)
-        codes.add(Different.code if step is None else ExitCode.DONE)
+    if repo and step_on_main is None:
+        print("main: cannot be compared: its model is that of no branch step-...", flush=True)
+        codes.add(ExitCode.NOT_COMPARABLE)
+    elif step_on_main:
+        note = "" if step_on_main in {step_of(end) for end in ends} else ", which was not replayed"
+        print(f"main: the model of step {step_on_main:,}{note}", flush=True)
     return min(codes - {ExitCode.DONE}, default=ExitCode.DONE)
 
 

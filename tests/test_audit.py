@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -134,6 +135,8 @@ FORGERIES = {  # functions of the run, and what the audit prints
     "val_loss removed": (change_line(20, val_loss=None), "val_loss of step 20 is missing"),
     "loss": (change_line(20, loss=2.0), "loss of step 20 is 2"),
     "NaN": (change_line(20, loss=float("nan")), "loss of step 20 is nan"),
+    "invented": (change_line(20, hellaswag_llmc_acc=0.99), "hellaswag_llmc_acc of step 20 is 0.99"),
+    "start damaged": (lambda run: (run / STEPS[2] / "config.json").write_text("{}"), "step_00000015 is damaged"),
     "gradient norm": (change_line(20, grad_norm=0.1), "grad_norm of step 20 is 0.1"),
     "learning rate": (change_line(20, learning_rate=1e-4), "learning_rate of step 20 is 0.0001"),
     "tokens": (change_line(20, tokens=10**6), "tokens of step 20 is 1000000"),
@@ -183,6 +186,25 @@ def test_a_forgery_is_found(run, capsys, replayed_once, forgery, elsewhere):
     assert code == 1
     assert sentences[0].startswith("step 15 to 20: different: ")
     assert difference in sentences[0]
+
+
+def test_a_forgery_of_the_first_step_is_found(run, capsys, replayed_once):
+    forget_after(5, run)
+    change_line(0, val_loss=1.0)(run)
+    digest = sha256_before((run / "metrics.jsonl").read_bytes(), 5)
+    change_state(run / STEPS[0], lambda state: state["metrics"].update(lines_sha256=digest))
+    assert "val_loss of step 0" in audited(capsys, run, "--random", 9)[1][0]
+
+
+def test_a_run_whose_last_line_is_missing_is_not_accused(run, capsys, replayed_once):
+    write_lines(run, metrics(run)[:-1])
+    assert audited(capsys, run)[0] == 69
+
+
+def test_one_interval_that_is_different_makes_the_run_different(monkeypatch, resumed_run, capsys):
+    verdicts = [audit.NotComparable("a"), audit.Different("b"), audit.NotComparable("c")]
+    monkeypatch.setattr(audit, "audit", Mock(side_effect=verdicts))
+    assert audited(capsys, resumed_run, "--last", 3)[0] == 1
 
 
 def test_a_flipped_bit_is_found(run, capsys, replayed_once):
@@ -296,6 +318,7 @@ def test_no_path_of_another_author_is_read(resumed_run, capsys, monkeypatch, fie
         return checkpoints(run)
 
     monkeypatch.setattr(audit, "checkpoints_on_the_hub", download)
+    monkeypatch.setattr(audit, "step_of_main", lambda *_: 0)
     assert audit.main(["--repo", "acme/gpt2"]) == 2
     name = field.replace("train_text", "dataset_name")
     assert f"error: {name} '/' of acme/gpt2 is a path of its author; name yours with --flags" in capsys.readouterr().err
@@ -404,6 +427,7 @@ def test_altered_data_are_found_at_their_step(shards, tmp_path, capsys, forked):
     [
         ({"train_text": "a/b", "dataset_config": "x"}, {"train_text": "a/b", "dataset_config": "x"}, False),
         ({"train_text": "a/b", "dataset_config": "x"}, {"train_text": "a/b", "dataset_config": "y"}, True),
+        ({"train_text": "a/b"}, {"train_text": "a/b", "dataset_split": "y"}, True),
         ({"train_text": "a/b"}, {"files": [{"name": "b.txt"}]}, True),
         ({"files": [{"name": "a.txt", "sha256": "12"}]}, {"files": [{"name": "b.txt", "sha256": "34"}]}, True),
         ({"files": [{"name": "a.txt", "mtime_ns": 1}]}, {"files": [{"name": "a.txt", "mtime_ns": 2}]}, False),

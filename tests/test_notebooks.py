@@ -218,7 +218,7 @@ def test_a_training_that_stops_at_max_hours_is_no_failure(session, shards, tmp_p
     last_line = training.stdout.splitlines()[-1]
     assert last_line.startswith("stopped    before the end; the same command, without --fresh, continues")
     assert len(list((tmp_path / "run").glob("step_*"))) == 1
-    (tmp_path / "output").write_text(training.stdout)
+    (tmp_path / "output").write_text(training.stdout + "a last word\n")
     assert session.run(f"cat {tmp_path / 'output'}; exit 1") is False
     assert session.FAILED == []
 
@@ -279,8 +279,13 @@ def contents(run: Path) -> dict[Path, bytes]:
 
 def test_a_copy_follows_the_run(session, whole_run, tmp_path, monkeypatch):
     run, copy = shutil.copytree(whole_run[0], tmp_path / "run"), tmp_path / "drive" / "run"
+    (run / ".saving-step_00000030").mkdir()
+    (run / ".saving-step_00000030/model.safetensors").write_text("unfinished")
+    os.utime(run / "step_00000010/config.json", (1e9, 1e9))
     session.copy_run(run, copy)
     assert contents(copy) == contents(run)
+    assert (copy / "step_00000010/config.json").stat().st_mtime == 1e9
+    assert not list(copy.glob(".*"))
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "copyfile", None)
         session.copy_run(run, copy)  # nothing has changed

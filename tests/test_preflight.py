@@ -1,6 +1,7 @@
 """recipe/preflight.py: it passes a sound machine, and names what is wrong with a broken one."""
 
 import json
+import math
 import os
 import re
 import signal
@@ -79,6 +80,7 @@ def test_a_device_without_fp64_is_compared_too():
     strategy = SimpleNamespace(device=device, runtime=SimpleNamespace(processes=Processes()))
     finding = preflight.compared_in_fp64(strategy, on_device, lambda x: x * 2, [torch.ones(4)])
     assert finding == ("within 0.0e+00 of fp64 (0.0001 allowed)", "")
+    assert preflight.relative_error(torch.tensor(math.nan), torch.tensor(1.0)) == math.inf
 
 
 def test_the_trial_reads_the_shards_that_a_glob_names(shards, tmp_path, monkeypatch):

@@ -18,7 +18,7 @@ _JSON_LINES = {".ndjson", ".jsonlines"}  # other suffixes of .jsonl files
 PACKED = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}  # {suffix of a compressed text file: pyarrow's name for it}
 REPO_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)  # ORG/NAME on the Hub
 LOCK = ".preparing.lock"  # in a directory in which shards are made
-_HUB_METADATA = {"readme.md", "dataset_infos.json", "dataset_info.json"}  # a data set's description
+_HUB_METADATA = {"dataset_infos.json", "dataset_info.json"}  # a data set's description, beside its README.md
 DATA_NAMES = f"text or .bin files, a directory or a quoted glob, ORG/NAME on the Hub, or one of {', '.join(DATASETS)}"
 # The fields that decide the content of the shards of a text.
 SHARD_FIELDS = (
@@ -78,9 +78,11 @@ def text_files(name: str) -> tuple[list[Path], list[Path]]:
     files, the data set's description, and directories of shards are in neither list."""
     directory = Path(name)
     if not directory.is_dir():  # tests for a file first: its name may contain a bracket
-        paths = [directory] if directory.is_file() else sorted(map(Path, glob.glob(name, recursive=True)), key=str)
-        # ** follows links, also one to a directory above.
-        files = [*{path.resolve(): path for path in reversed(paths) if _is_file(path)}.values()][::-1]
+        paths = [directory] if directory.is_file() else [*map(Path, glob.glob(name, recursive=True))]
+        by_place: dict[tuple[str, str], Path] = {}
+        for path in sorted(paths, key=lambda path: len(path.parts)):  # ** follows links, also to a directory above
+            by_place.setdefault((os.path.realpath(path.parent), path.name), path)
+        files = sorted((path for path in by_place.values() if _is_file(path)), key=str)
         return ([] if any(path.suffix in SUFFIXES for path in files) else files), []
     paths, runs = list[Path](), list[Path]()
     for parent, directories, names in os.walk(directory, onerror=_refuse):
@@ -92,7 +94,8 @@ def text_files(name: str) -> tuple[list[Path], list[Path]]:
             runs.append(Path(parent))
             continue
         directories[:] = [name for name in directories if not name.startswith(".")]
-        metadata = _HUB_METADATA if Path(parent) == directory else ()
+        describes = Path(parent) == directory or ".gitattributes" in names  # of the Hub's repositories
+        metadata = _HUB_METADATA | ({"readme.md"} if describes else set())
         visible_names = [name for name in names if not name.startswith(".") and name.lower() not in metadata]
         paths += [Path(parent, name) for name in (*visible_names, *directories)]
     files = sorted((path for path in paths if _is_file(path) or path.is_symlink()), key=str)

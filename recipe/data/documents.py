@@ -216,7 +216,7 @@ class TextFiles:
             with pq.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as file:  # else it loads a row group
                 self.column.check_is_in(file.schema_arrow.names, str(path))
                 columns, rows = [self.column.name], 0
-                for batch in file.iter_batches(_batch_rows(file), columns=columns, use_threads=False):
+                for batch in file.iter_batches(_batch_rows(file, self.column.name), columns=columns, use_threads=False):
                     rows += len(batch)
                     self.position = start + path.stat().st_size * rows // file.metadata.num_rows
                     for i in range(len(batch)):  # one by one: a document may have 100 MB
@@ -258,11 +258,14 @@ class TextFiles:
             chunk = file.read(LONGEST_PIECE)
 
 
-def _batch_rows(file: pq.ParquetFile) -> int:
-    """How many rows to read at once: 64, or fewer if those would have more than 64 MB in a row group."""
-    groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
-    row_bytes = max((group.total_byte_size / max(1, group.num_rows) for group in groups), default=0)
-    return max(1, min(64, int((1 << 26) / max(1, row_bytes))))
+def _batch_rows(file: pq.ParquetFile, column: str) -> int:
+    """How many rows to read at once: 64, or fewer if those would have more than 64 MB of a column."""
+    row_bytes = 1.0
+    for group in (file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)):
+        chunks = (group.column(i) for i in range(group.num_columns))
+        size = sum(chunk.total_uncompressed_size for chunk in chunks if chunk.path_in_schema.split(".")[0] == column)
+        row_bytes = max(row_bytes, size / max(1, group.num_rows))
+    return max(1, min(64, int((1 << 26) / row_bytes)))
 
 
 def _size_of(path: Path) -> int:

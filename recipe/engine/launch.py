@@ -140,8 +140,8 @@ def check_launch() -> None:
         raise UserError(
             "--max_restarts needs --rdzv_backend c10d, and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment"
         )
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1 and "LOCAL_WORLD_SIZE" not in os.environ:  # as by deepspeed's launcher
-        raise UserError(
+    if "LOCAL_RANK" in os.environ and "LOCAL_WORLD_SIZE" not in os.environ and int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise UserError(  # as by deepspeed's launcher
             "WORLD_SIZE is set without LOCAL_WORLD_SIZE, the number of processes on this node; set it too, or use "
             "`accelerate launch`"
         )

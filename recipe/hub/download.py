@@ -8,8 +8,7 @@ from huggingface_hub.hf_api import RepoFile
 
 from recipe.checkpoint.format import checkpoint_path, step_of
 from recipe.hub.access import REQUEST_TIMEOUT_S, limit_requests
-from recipe.hub.model_card import CARD
-from recipe.hub.upload import MAIN, branch_of
+from recipe.hub.upload import MAIN, STATE, branch_of
 from recipe.utils.download import within
 from recipe.utils.errors import UserError, reading
 
@@ -27,21 +26,23 @@ def checkpoints_on_the_hub(repo: str, run: Path) -> list[Path]:
 
 
 def step_of_main(repo: str, checkpoints: list[Path]) -> int | None:
-    """The step of the newest of these checkpoints of which `main`, which from_pretrained loads, has all files, but for
-    its card; None if there is none. Raises UserError."""
+    """The step of the newest of these checkpoints that is the model on `main`, which from_pretrained loads; None if
+    there is none, 0 if `main` has no model. Raises UserError."""
     with reading(repo, _WAY_OUT, "read from the Hub"):
-        main = _digests(repo, MAIN)
+        if "model.safetensors" not in (main := _model_files(repo, MAIN)):
+            return 0
         for step in reversed([step_of(path) for path in checkpoints]):
-            if _digests(repo, branch_of(step)).items() <= main.items():
+            if _model_files(repo, branch_of(step)) == main:
                 return step
     return None
 
 
-def _digests(repo: str, branch: str) -> dict[str, str]:
-    """{name: the Hub's digest} of a branch's files, without its card and what git needs."""
+def _model_files(repo: str, branch: str) -> dict[str, str]:
+    """{name: the Hub's digest} of a branch's files of the kinds that make a model, without the training's state."""
     files = within(REQUEST_TIMEOUT_S, lambda: [*HfApi().list_repo_tree(repo, revision=branch)])
     digests = {f.path: f.lfs.sha256 if f.lfs else f.blob_id for f in files if isinstance(f, RepoFile)}
-    return {name: digest for name, digest in digests.items() if name not in (CARD, ".gitattributes")}
+    kinds, others = (".json", ".safetensors", ".bin", ".py", ".txt", ".jinja"), STATE | {"results.json"}
+    return {name: digest for name, digest in digests.items() if name.endswith(kinds) and name not in others}
 
 
 def fetch(repo: str, checkpoint: Path) -> None:

@@ -32,7 +32,7 @@ from recipe.utils.units import some
 logger = logging.getLogger(__name__)
 
 MAIN, METRICS = "main", "metrics.jsonl"
-_STATE = {"manifest.json", "trainer_state.json", "optimizer.safetensors", METRICS}
+STATE = {"manifest.json", "trainer_state.json", "optimizer.safetensors", METRICS}
 WAIT_LIMIT_S = 900.0  # the longest that a finished run waits for its uploads
 SCAN_INTERVAL_S = 1.0  # between two scans of the run's directory, which may take longer than a step
 RETRY_PAUSE_S = 60.0  # between a failure and the next attempt
@@ -93,8 +93,8 @@ class Uploads:
 
     def sync(self, branches: dict[str, Path]) -> None:
         """Uploads the checkpoints of {branch: checkpoint}; huggingface_hub skips files that the Hub has. A checkpoint
-        that does not match its manifest is refused, with a warning. Raises UserError if the repository is public but
-        must be private or if a card cannot be written, and whatever huggingface_hub raises."""
+        that does not match its manifest, or has a file from which no card can be written, is refused, with a warning.
+        Raises UserError if the repository is public but must be private, and whatever huggingface_hub raises."""
         api = HfApi()
         open_repository(api, self.repo, self.private)
         for branch, checkpoint in branches.items():
@@ -122,7 +122,7 @@ class Uploads:
             files.append(CommitOperationAdd(CARD, card.encode()))
         api.create_branch(self.repo, branch=branch, exist_ok=True)
         # Delete another step's state: from an earlier push, or from main, of which a new branch is a copy.
-        stale_names = _STATE - {file.path_in_repo for file in files}
+        stale_names = STATE - {file.path_in_repo for file in files}
         branch_files = api.list_repo_files(self.repo, revision=branch) if stale_names else []
         files += [CommitOperationDelete(name) for name in sorted(stale_names.intersection(branch_files))]
         api.create_commit(self.repo, files, commit_message=f"Step {step}", revision=branch)

@@ -126,6 +126,14 @@ def _disk(config: Config) -> str:
     return f"disk       {si(checkpoint_bytes(config))}B a checkpoint, at most {count} at once, in {run.output_dir}"
 
 
+def _stream_bytes(config: Config, directory: Path) -> float:
+    """Bytes that streams may still take on the disk of this directory."""
+    outs = [Path(entry.data.dataset_name) for entry in data_sets(config.data) if entry.data.streaming]
+    outs = [out for out in outs if nearest_directory(out).stat().st_dev == directory.stat().st_dev]
+    used = sum(path.stat().st_size for out in outs for path in out.glob("*.bin"))
+    return max(0.0, config.data.disk_budget_gb * 1e9 - used) if outs else 0.0
+
+
 def _notes(config: Config, strategy: Strategy) -> Iterator[str]:
     """What the run does not use of this machine or of the launch, and a disk that is too small."""
     device, directory, size = strategy.device, nearest_directory(Path(config.run.output_dir)), checkpoint_bytes(config)
@@ -134,9 +142,10 @@ def _notes(config: Config, strategy: Strategy) -> Iterator[str]:
         yield f"{problem}: no step can be saved; free some space, or choose another output_dir"
     elif not config.run.plan_device:
         saved = [] if config.run.fresh else checkpoints(Path(config.run.output_dir))  # --fresh moves them on this disk
-        missing = checkpoint_count(config) - len(saved)
-        if free < missing * size:
-            problem = f"{si(free)}B free in {directory}, but checkpoints may take {si(missing * size)}B"
+        missing, stream = max(0, checkpoint_count(config) - len(saved)) * size, _stream_bytes(config, directory)
+        if free < missing + stream:
+            problem = f"{si(free)}B free in {directory}, but checkpoints may take {si(missing)}B"
+            problem += f" and the stream {si(stream)}B (disk_budget_gb)" if stream else ""
             yield f"{problem}: free some space, lower save_total_limit, or choose another output_dir"
     tasks = max(int(os.environ.get(name, 1)) for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"))
     if tasks > 1 == strategy.runtime.processes.world_size:

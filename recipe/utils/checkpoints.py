@@ -30,7 +30,7 @@ def newest_run(runs: Path = Path("runs")) -> Path:
     """The run with the newest checkpoint or, if no run has one, the run that logged last; prints its name. Raises
     UserError if there is no run."""
     # Directories do not show this by their own times: evaluations write results into runs and checkpoints.
-    manifests = [path / "manifest.json" for run in runs.glob("[!.]*") for path in checkpoints(run)[-1:]]
+    manifests = [path / "manifest.json" for run in runs.glob("[!.]*") for path in checkpoints(run)]
     candidates = [path for path in manifests if path.is_file()] or [*runs.glob("[!.]*/metrics.jsonl")]
     if not candidates:
         raise UserError(f"no run given, and none under {runs}/: run `make train`, or name one: runs/NAME")

@@ -1,6 +1,7 @@
 """Reads token shards: the .bin files of llm.c and of nanoGPT, and the .npy files of build-nanogpt."""
 
 import os
+import re
 import weakref
 from pathlib import Path
 
@@ -75,8 +76,9 @@ class ShardReader:
 
 
 def shards_in(directory: Path, pattern: str = "*") -> list[Path]:
-    """The files with a suffix of shards."""
-    return [path for suffix in SUFFIXES for path in directory.glob(pattern + suffix)]
+    """The .bin files; where there are none, the .npy files that are called as build-nanogpt's."""
+    arrays = (path for path in directory.glob(f"{pattern}.npy") if re.search(r"(train|val)_\d+\.npy$", path.name))
+    return [*directory.glob(f"{pattern}.bin")] or [*arrays]
 
 
 def _is_headerless(header: bytes) -> bool:

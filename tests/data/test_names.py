@@ -12,7 +12,7 @@ import pytest
 
 from eval.curves import read_run
 from recipe.config import DataConfig, batch_arithmetic, parse_config
-from recipe.config.catalog import text_files
+from recipe.config.catalog import is_text, text_files
 from recipe.data.open import open_datasets
 from recipe.data.prepare import must_prepare, prepare
 from recipe.data.tokenizer import encode
@@ -289,12 +289,15 @@ def test_a_subdirectory_that_cannot_be_read_is_an_error(tmp_path, monkeypatch):
 
 
 def test_no_text_is_skipped_silently_or_read_twice(tmp_path):
-    """READMEs below the data set's own, text beside a metrics.jsonl, and links that lead in a circle."""
-    for name in ("README.md", "a/README.md", "b/guide.md", "logs/metrics.jsonl", "logs/log.txt"):
+    """READMEs, unless they describe a repository, text beside a metrics.jsonl, and links that lead in a circle."""
+    names = ["README.md", "a/README.md", "b/guide.md", "logs/metrics.jsonl", "logs/log.txt", "hub/README.md"]
+    for name in (*names, "hub/.gitattributes", "hub/vectors.npy"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(TEXT)
-    (tmp_path / "b" / "latest").symlink_to(".")
+    (tmp_path / "b/aa").symlink_to(".")
+    (tmp_path / "b/same.md").symlink_to("guide.md")  # as one blob of two names
     texts, others = text_files(str(tmp_path))
-    assert texts == [tmp_path / "a/README.md", tmp_path / "b/guide.md"]
-    assert others == [tmp_path / "b/latest", tmp_path / "logs"]
-    assert text_files(f"{tmp_path}/b/**/*.md")[0] == [tmp_path / "b/guide.md"]
+    assert texts == [tmp_path / "a/README.md", tmp_path / "b/guide.md", tmp_path / "b/same.md"]
+    assert others == [tmp_path / name for name in ("b/aa", "hub/vectors.npy", "logs")]
+    assert text_files(f"{tmp_path}/b/**/*.md")[0] == [tmp_path / "b/guide.md", tmp_path / "b/same.md"]
+    assert is_text(str(tmp_path))

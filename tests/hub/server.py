@@ -245,7 +245,8 @@ class Hub:
             return error(404, "RepoNotFound", "Repository not found")
         branches = self.models[name].branches
         if action == "auth-check":
-            return reply({}) if self.may_write(name) else error(403, "", "You may not write there")
+            allowed = revision != "write" or self.may_write(name)
+            return reply({}) if allowed else error(403, "", "You may not write there")
         if action == "branch":
             if revision in branches:
                 return error(409, "", f"Reference already exists: refs/heads/{revision}")

@@ -166,6 +166,7 @@ AFTER = PART | {"from_step": 40, "device": "EPYC", "engine": "CPU", "nodes": 1}
         ([PART | {"data": {"shards": "mine", "train_text": "a/b"}}], ["a/b"], None, "| text | a/b |"),
         ([PART | {"init_from": "acme/gpt2"}], FINEWEB, "acme/gpt2", "trained from acme/gpt2"),
         ([PART, AFTER], FINEWEB, None, "DDP over 8 processes, on 2 nodes; EPYC, CPU |"),
+        ([PART, AFTER | {"commit": "1" * 40}], FINEWEB, None, f"| commit | {'1' * 40} |"),
         ([PART | {"data": {"files": [{"name": "caf\udce9.txt"}], "of": 1}}], None, None, "caf\ufffd.txt"),  # not UTF-8
     ],
 )
@@ -222,7 +223,13 @@ def test_recorded_names_are_escaped(card):
 
 
 @pytest.mark.parametrize(
-    ("changes", "is_named"), [({}, True), ({"passed": False}, False), ({"device": "NVIDIA A100 80GB PCIe"}, False)]
+    ("changes", "is_named"),
+    [
+        ({}, True),
+        ({"passed": False}, False),
+        ({"device": "NVIDIA A100 80GB PCIe"}, False),
+        ({"engine": "NVIDIA A100-SXM4-80GB, FSDP over 8 processes"}, False),
+    ],
 )
 def test_a_passed_preflight_of_the_same_devices_is_named(card, tmp_path, changes, is_named):
     report = {"passed": True, "date": "2026-11-24", "versions": {"torch": "2.13.0", "accelerate": "1.15.0"}}

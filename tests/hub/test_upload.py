@@ -21,6 +21,7 @@ from recipe.hub import access, export, upload
 from recipe.hub.upload import Uploads
 from recipe.utils.checkpoints import read_metrics
 from recipe.utils.errors import UserError
+from recipe.utils.files import replace_file
 from recipe.utils.processes import Processes
 from tests import processes
 from tests.checkpoint import replace_files
@@ -103,7 +104,8 @@ def test_a_run_pushed_with_its_state_can_be_audited_from_the_hub(hub, run, shard
     assert f"dataset_name '{shards}' of {REPO} is a path of its author" in capsys.readouterr().err
     arguments = ["--repo", REPO, "--flags", f"--dataset_name {shards}"]
     assert audit.main(arguments) == 0
-    assert capsys.readouterr().out.endswith("step 10 to 20: 10 steps equal to the bit\nmain: the files of step 20\n")
+    assert capsys.readouterr().out.endswith("step 10 to 20: 10 steps equal to the bit\nmain: the model of step 20\n")
+    assert json.loads(hub.files(REPO, "step-000010")["metrics.jsonl"].splitlines()[-1])["step"] == 10
     assert f"`python -m recipe.audit --repo {REPO}`" in hub.files(REPO, "main")["README.md"].decode()
     files = hub.files(REPO, "step-000020")
     lines = files["metrics.jsonl"].decode().splitlines()
@@ -112,9 +114,13 @@ def test_a_run_pushed_with_its_state_can_be_audited_from_the_hub(hub, run, shard
     assert audit.main(arguments) == 1
     assert "step 10 to 20: different: loss of step 20 is 4.0, and " in capsys.readouterr().out
     monkeypatch.setattr(audit, "audit", lambda *_: "equal")
-    hub.files(REPO, "main")["config.json"] += b" "  # which from_pretrained loads
-    assert audit.main(arguments) == 1
-    assert capsys.readouterr().out.endswith("main: different: no branch of a step has its files\n")
+    main = hub.files(REPO, "main")
+    for name, content in (("adapter_config.json", b"{}"), ("model.safetensors", b"another's")):
+        main[name] = content  # from_pretrained would load it
+        assert audit.main(arguments) == 69
+        assert capsys.readouterr().out.endswith("main: cannot be compared: its model is that of no branch step-...\n")
+    main.clear()  # the run has not ended yet
+    assert audit.main(arguments) == 0
 
 
 def test_a_push_without_state_removes_the_state_of_an_earlier_push(hub, run):
@@ -267,6 +273,12 @@ def test_a_damaged_checkpoint_does_not_reach_the_hub(hub, run, tmp_path, caplog,
     assert "not on the Hub: step-000020" in capsys.readouterr().out
 
 
+def test_a_damaged_optimizer_state_does_not_reach_the_hub(hub, run):
+    replace_file(run / "step_00000010/optimizer.safetensors", b"damaged")
+    assert upload.open_uploads(config_of(run, push_to_hub="state"), Processes()).wait() == 2
+    assert "step-000010" not in hub.models[REPO].branches
+
+
 def test_a_push_updates_the_card_unless_no_card_is_set(hub, run, capsys):
     assert uploads_of(run).wait() == 0
     main = hub.models[REPO].branches["main"]
@@ -329,6 +341,8 @@ def test_nothing_goes_to_a_public_repository_against_hub_private_repo(hub, run, 
     hub.models[REPO].private = False  # made public on its page during the run
     assert uploads_of(run, private=True).wait() == 2
     assert "acme/gpt2 is a public repository, and hub_private_repo wants a private one" in caplog.text
+    assert push(run, "--private", repo="acme/mine") == 0
+    assert hub.models["acme/mine"].private
     change(run / "step_00000020", hub_private_repo=True)  # a push by hand follows the run's configuration
     assert push(run) == 2
     assert "is a public repository" in capsys.readouterr().err

@@ -147,14 +147,15 @@ def test_a_disk_that_is_too_small_for_a_checkpoint_is_noted(monkeypatch, tmp_pat
     assert last_line() == f"{note}or choose another output_dir"
     assert "note" not in panel("h100", *argv), "another machine may have another disk"
     free[tmp_path] = 1.6e9
-    assert re.match(r"note       1.6 GB free in .*, but checkpoints may take 10.5 GB: free some space, ", last_line())
-    free[tmp_path] = 20e9
+    sizes = r"checkpoints may take 10.5 GB and the stream 10 GB \(disk_budget_gb\)"
+    assert re.match(rf"note       1.6 GB free in .*, but {sizes}: free some space, ", last_line())
+    free[tmp_path] = 21e9
     assert not last_line().startswith("note")
     free[tmp_path / "new" / "run"] = 1.6e9
     (tmp_path / "new" / "run" / "step_00000001").mkdir(parents=True)
-    assert "checkpoints may take 8.97 GB: " in last_line()
+    assert "checkpoints may take 8.97 GB and" in last_line()
     config = config.replace(fresh=True)
-    assert "checkpoints may take 10.5 GB: " in last_line(), "the earlier run's stay on this disk"
+    assert "checkpoints may take 10.5 GB and" in last_line(), "the earlier run's stay on this disk"
 
 
 def test_the_closing_panel(whole_run, monkeypatch, tmp_path):
