@@ -31,7 +31,7 @@ class ShardReader:
             raise UserError(f"{path}: {size:,} bytes are too few for a shard; name another file, or prepare more text")
         if header.startswith(np.lib.format.MAGIC_PREFIX):
             with reading(path, "copy it again, or prepare the text"):
-                array = np.load(path, mmap_mode="r", allow_pickle=False)
+                array = np.load(path, mmap_mode="r")  # which refuses pickles
             if (array.ndim, array.dtype) != (1, DTYPE):
                 problem = f"an array of {array.dtype} with {array.ndim} dimensions"
                 raise UserError(f"{path}: {problem}; of .npy files those with one dimension of uint16 are read")
