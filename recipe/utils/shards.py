@@ -76,7 +76,7 @@ class ShardReader:
 
 
 def shards_in(directory: Path, pattern: str = "*") -> list[Path]:
-    """The .bin files; where there are none, the .npy files that are called as build-nanogpt's."""
+    """The .bin files; where there are none, the .npy files with names like build-nanogpt's."""
     arrays = (path for path in directory.glob(f"{pattern}.npy") if re.search(r"(train|val)_\d+\.npy$", path.name))
     return [*directory.glob(f"{pattern}.bin")] or [*arrays]
 
