@@ -29,7 +29,8 @@ def micro_batch(config: Config, strategy: Strategy) -> tuple[Config, str]:
     if requested != AUTO and switch != "auto":
         return config, ""
     device, processes = strategy.device, strategy.runtime.processes
-    share = batch_arithmetic(config.replace(micro_batch_size=1), processes.world_size, device.count).accumulation
+    single = config if requested == AUTO else config.replace(micro_batch_size=1)  # auto counts as 1
+    share = batch_arithmetic(single, processes.world_size, device.count).accumulation
     sizes = [n for n in range(1, share + 1) if share % n == 0] if requested == AUTO else [min(requested, share)]
     saved_choice = processes.broadcast_object(_checkpoint_choice(config, strategy) if processes.is_main else None)
     if saved_choice and saved_choice[0] in sizes:

@@ -13,6 +13,7 @@ from recipe.engine.factory import open_strategy
 from recipe.engine.launch import fail
 from recipe.estimate.fused_loss import fused_loss
 from recipe.estimate.micro_batch import micro_batch
+from recipe.utils.errors import UserError
 from tests import processes as programs
 from tests.conftest import TINY, flags, forget_after, recorded, run_train
 
@@ -99,6 +100,12 @@ def test_a_dry_run_chooses_by_the_estimate(options, sequences, checkpointing):
     assert result.run.gradient_checkpointing is checkpointing
     assert "an estimate" in line or "without it a step does not fit" in line or "this elsewhere" in line
     assert ("gradient checkpointing" in line) == (config.run.gradient_checkpointing == "auto")
+
+
+def test_the_batch_that_is_suggested_lets_each_device_take_eight_sequences():
+    config = parse_config(["--config=gpt2", "--dry_run=7xh100"])
+    with pytest.raises(UserError, match="7 processes x sequence_length 1024 = 7168; 516096 is one"):
+        micro_batch(config, open_strategy(config.run.precision, config.run.plan_device))
 
 
 def test_a_model_that_does_not_fit_is_refused_with_advice(shards, tmp_path):
