@@ -48,19 +48,39 @@ DEVICES = {
     "A10": DataSheet(125e12, 24),
     "A10G": DataSheet(70e12, 24),
     "L40S": DataSheet(362e12, 48),
+    "L40": DataSheet(181e12, 48),
     "L4": DataSheet(121e12, 24),
+    "A30": DataSheet(165e12, 24),
+    "H20": DataSheet(148e12, 96),
     "T4": DataSheet(65e12, 16, bf16=False),
     "V100": DataSheet(125e12, 16, bf16=False),
     "V100 32GB": DataSheet(125e12, 32, bf16=False),
-    # Nvidia's papers on GA102, AD102 and RTX Blackwell
+    # Nvidia's papers on GA102, AD102 and RTX Blackwell; of a GeForce that is in none of them, what their figures are for
+    # the others: multiprocessors x 512 FLOP x boost clock
     "RTX A6000": DataSheet(154.8e12, 48),
     "RTX 6000 ADA": DataSheet(364.2e12, 48),
     "RTX PRO 6000": DataSheet(503.8e12, 96),
     "RTX 5090": DataSheet(209.5e12, 32),
+    "RTX 5080": DataSheet(112.6e12, 16),
+    "RTX 5070 TI": DataSheet(87.9e12, 16),
+    "RTX 5070": DataSheet(61.7e12, 12),
+    "RTX 5060 TI": DataSheet(47.4e12, 16),
+    "RTX 5060": DataSheet(38.4e12, 8),
     "RTX 4090": DataSheet(165.2e12, 24),
+    "RTX 4080 SUPER": DataSheet(104.4e12, 16),
     "RTX 4080": DataSheet(97.5e12, 16),
+    "RTX 4070 TI SUPER": DataSheet(88.2e12, 16),
+    "RTX 4070 TI": DataSheet(80.2e12, 12),
+    "RTX 4070 SUPER": DataSheet(71e12, 12),
+    "RTX 4070": DataSheet(58.3e12, 12),
+    "RTX 4060 TI": DataSheet(44.1e12, 8),
+    "RTX 4060": DataSheet(30.2e12, 8),
+    "RTX 3090 TI": DataSheet(80e12, 24),
     "RTX 3090": DataSheet(71e12, 24),
+    "RTX 3080 TI": DataSheet(68.2e12, 12),
     "RTX 3080": DataSheet(59.5e12, 10),
+    "RTX 3070": DataSheet(40.6e12, 8),
+    "RTX 3060": DataSheet(25.5e12, 12),
     "MI300X": DataSheet(1307.4e12, 192),
     # Apple's own fp32 figures, from its presentations of November 2020, October 2021 and June 2022; it has published
     # none for later chips. The memory is shared with the processor.
@@ -114,7 +134,7 @@ def named_devices(text: str) -> tuple[int, str]:
     count_last = re.fullmatch(r"(.*?)\s*[x:]\s*([1-9]\d*)\s*", text, re.IGNORECASE)
     readings = [("1", text), count_first and count_first.groups(), count_last and (count_last[2], count_last[1])]
     for count, name in filter(None, readings):
-        model = re.sub(r"^(RTX|TPU)(?=\w)", r"\1 ", _model(name))
+        model = re.sub(r"(?<=^RTX)(?=\w)|(?<=^TPU)(?=\w)|(?<=\d)(?=TI\b)", " ", _model(name))
         for variant in (model, _MEMORY.sub("", model)):
             for family in ("", "RTX ", "TPU "):
                 if (device := f"{family}{variant}") in DEVICES:

@@ -78,6 +78,7 @@ KNOWN = {
     "NVIDIA L40S": 362,
     "Tesla T4": 65,
     "NVIDIA GeForce RTX 4090": 165.2,
+    "NVIDIA GeForce RTX 4060": 30.2,
     "NVIDIA RTX A6000": 154.8,
     "NVIDIA RTX 6000 Ada Generation": 364.2,
     "NVIDIA RTX PRO 6000 Blackwell Workstation Edition": 503.8,
@@ -87,7 +88,7 @@ KNOWN = {
 }
 # GPUs of laptops, slices, export models and others with almost the same name.
 UNKNOWN = ["NVIDIA RTX A1000", "NVIDIA A100-SXM4-80GB MIG 1g.10gb", "GRID A100-10C", "NVIDIA T400", ""]
-UNKNOWN += ["NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA H200 NVL"]
+UNKNOWN += ["NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA H200 NVL", "NVIDIA GeForce RTX 4060 Laptop GPU"]
 
 
 def test_the_peak_is_the_data_sheets_and_none_for_a_similar_name():
@@ -100,6 +101,7 @@ def test_the_peak_is_the_data_sheets_and_none_for_a_similar_name():
     [
         ("rtx4090", 1, "RTX 4090"),
         ("4090 24GB", 1, "RTX 4090"),
+        ("rtx4070ti", 1, "RTX 4070 TI"),
         ("2xrtx3090", 2, "RTX 3090"),
         ("RTX_6000_Ada", 1, "RTX 6000 ADA"),
         ("h100x8", 8, "H100"),
