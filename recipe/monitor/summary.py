@@ -32,6 +32,8 @@ from recipe.utils.units import duration, gb, plural, si
 
 logger = logging.getLogger(__name__)
 
+UNUSED_WITHOUT = {"hub_model_id": "push_to_hub", "sample_prompt": "sample_steps", "hellaswag_limit": "hellaswag_steps"}
+
 
 def describe(config: Config, batch: BatchPlan, strategy: Strategy, auto_lines: Sequence[str]) -> Iterator[str]:
     """The lines of the opening panel for these devices; `auto_lines`, of which some may be empty, explain the fields
@@ -162,6 +164,9 @@ def _notes(config: Config, strategy: Strategy) -> Iterator[str]:
         yield "this machine's TPU is idle; accelerate_configs/tpu.yaml uses it"
     if config.run.torch_compile and strategy.runtime.no_compile:
         yield f"not compiled: {strategy.runtime.no_compile}"
+    for name, other in UNUSED_WITHOUT.items():
+        if getattr(config.run, name) and not getattr(config.run, other):
+            yield f"{name} has no effect without {other}"
     if device.note:
         yield device.note
 

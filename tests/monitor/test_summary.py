@@ -158,6 +158,12 @@ def test_a_disk_that_is_too_small_for_a_checkpoint_is_noted(monkeypatch, tmp_pat
     assert "checkpoints may take 10.5 GB and" in last_line(), "the earlier run's stay on this disk"
 
 
+def test_a_field_without_the_one_that_it_needs_is_noted():
+    argv = ["--config=shakespeare", "--hub_model_id=me/model"]
+    assert panel("h100", *argv)["note"] == "hub_model_id has no effect without push_to_hub"
+    assert "note" not in panel("h100", *argv, "--push_to_hub")
+
+
 def test_the_closing_panel(whole_run, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     config = parse_config(["--config=gpt2", "--max_steps=19073", "--output_dir=a run"])
