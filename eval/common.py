@@ -149,11 +149,6 @@ def load(args: argparse.Namespace, variable: str = "MODEL") -> Loaded:
     """Loads the model and tokenizer that the arguments of `parser` name; `variable` is make's for this model. Nothing
     is unpickled, and no code from the model's repository runs. Raises UserError if the model does not exist, the Hub
     cannot be reached, a file is damaged, or weights are missing or not finite."""
-    # Imported here: it takes two seconds, and training imports this module without calling this function.
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, cached_file
-    from transformers.utils.peft_utils import find_adapter_config_file
-
     # The libraries' loading reports and retry notices would bury our one clear line.
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -164,46 +159,16 @@ def load(args: argparse.Namespace, variable: str = "MODEL") -> Loaded:
     if directory is None:
         print(f"{name} is not a local directory: looking for it on the Hub", flush=True)
         problem, way_out = hub_problem(), f"Name a model on the Hub, or a directory: {variable}=runs/NAME"
-    os.environ["DISABLE_SAFETENSORS_CONVERSION"] = "1"  # otherwise transformers waits for a Space that converts pickles
     try:
-        if directory:
-            check_files(directory)
-        if find_adapter_config_file(name):  # with PEFT, transformers would load its base model instead, or a pickle
-            raise UserError("an adapter, not a model: merge it into its model first, as in docs/elsewhere.md")
-        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
-        config.transformers_weights = None  # may name a pickle
-        if getattr(config, "activation_function", "") == "gelu_new":
-            # The same formula in one operation instead of seven; saves a fifth of a forward pass on a CPU.
-            config.activation_function = "gelu_pytorch_tanh"
-        if directory and not any(re.search(r"token|vocab|merges|spiece", path.name) for path in directory.iterdir()):
-            raise UserError("no tokenizer files, such as tokenizer.json (GPT-2's are in openai-community/gpt2)")
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-        options = {"config": config, "dtype": dtype, "output_loading_info": True}
-        options |= {"use_safetensors": True, "trust_remote_code": False}
-        index = cached_file(name, SAFE_WEIGHTS_INDEX_NAME, _raise_exceptions_for_missing_entries=False)
-        parts = json.loads(Path(index).read_bytes())["weight_map"].values() if index else []
-        if not all(part == Path(part).name and part.endswith(".safetensors") for part in parts):
-            raise UserError(f"its {SAFE_WEIGHTS_INDEX_NAME} lists other files than safetensors beside it")
-        model, loading_info = AutoModelForCausalLM.from_pretrained(name, **options)  # ty: ignore[not-iterable]
+        model, tokenizer, loading_info = _read(name, directory, dtype)
     except Exception as error:  # the libraries raise many types for a broken directory or a missing model
         if isinstance(error, OSError) and "model.safetensors" in first_line(error) and not problem:
             raise no_safetensors(name) from None
         raise UserError(f"model {name}: {problem or first_line(error)}. {way_out}") from error
-    # transformers substitutes an empty tokenizer or random weights for missing ones: such a model must not get a score.
-    if tokenizer is None or len(tokenizer) < 2:
-        raise UserError(f"model {name}: no tokenizer files, such as tokenizer.json, beside the weights")
-    if missing_keys := sorted(loading_info["missing_keys"]):
-        problem = f"the file lacks {len(missing_keys)} of the model's weights, among them {missing_keys[0]}"
+    if problem := _problem_of(model, tokenizer, loading_info):
         raise UserError(f"model {name}: {problem}")
-    if unexpected_keys := sorted(loading_info["unexpected_keys"]):
-        print(
-            f"note: the model has no use for {len(unexpected_keys)} of the file's weights, such as {unexpected_keys[0]}"
-        )
-    if damaged := next((key for key, weight in model.named_parameters() if is_damaged(weight)), ""):
-        raise UserError(f"model {name}: {damaged} has values that are NaN or infinite: the model has diverged")
-    n_embeddings, n_tokens = len(model.get_input_embeddings().weight), tokenizer.vocab_size  # without added tokens
-    if n_tokens > n_embeddings:
-        raise UserError(f"model {name}: it has {n_embeddings:,} embeddings, and its tokenizer {n_tokens:,} tokens")
+    if unused := sorted(loading_info["unexpected_keys"]):
+        print(f"note: the model has no use for {len(unused)} of the file's weights, such as {unused[0]}")
     is_tied = getattr(model.get_output_embeddings(), "weight", None) is model.get_input_embeddings().weight
     model.to(device)
     if is_tied:  # moving to a TPU or to XLA unties them
@@ -212,6 +177,51 @@ def load(args: argparse.Namespace, variable: str = "MODEL") -> Loaded:
     fields = loaded.describe()
     print(f"model {name}: {model.num_parameters():,} parameters, {fields['device']}, {fields['dtype']}", flush=True)
     return loaded
+
+
+def _read(name: str, directory: Path | None, dtype: torch.dtype) -> tuple:
+    """The model, its tokenizer and transformers' report on its weights; raises whatever the libraries raise."""
+    # Imported here: it takes two seconds, and training imports this module without calling this function.
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, cached_file
+    from transformers.utils.peft_utils import find_adapter_config_file
+
+    os.environ["DISABLE_SAFETENSORS_CONVERSION"] = "1"  # otherwise transformers waits for a Space that converts pickles
+    if directory:
+        check_files(directory)
+    if find_adapter_config_file(name):  # with PEFT, transformers would load its base model instead, or a pickle
+        raise UserError("an adapter, not a model: merge it into its model first, as in docs/elsewhere.md")
+    config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+    config.transformers_weights = None  # may name a pickle
+    if getattr(config, "activation_function", "") == "gelu_new":
+        # The same formula in one operation instead of seven; saves a fifth of a forward pass on a CPU.
+        config.activation_function = "gelu_pytorch_tanh"
+    if directory and not any(re.search(r"token|vocab|merges|spiece", path.name) for path in directory.iterdir()):
+        raise UserError("no tokenizer files, such as tokenizer.json (GPT-2's are in openai-community/gpt2)")
+    tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    options = {"config": config, "dtype": dtype, "output_loading_info": True}
+    options |= {"use_safetensors": True, "trust_remote_code": False}
+    index = cached_file(name, SAFE_WEIGHTS_INDEX_NAME, _raise_exceptions_for_missing_entries=False)
+    parts = json.loads(Path(index).read_bytes())["weight_map"].values() if index else []
+    if not all(part == Path(part).name and part.endswith(".safetensors") for part in parts):
+        raise UserError(f"its {SAFE_WEIGHTS_INDEX_NAME} lists other files than safetensors beside it")
+    model, loading_info = AutoModelForCausalLM.from_pretrained(name, **options)  # ty: ignore[not-iterable]
+    return model, tokenizer, loading_info
+
+
+def _problem_of(model: transformers.PreTrainedModel, tokenizer, loading_info: dict) -> str:
+    """Why the model must not get a score, or "": transformers substitutes an empty tokenizer or random weights for
+    missing ones."""
+    if tokenizer is None or len(tokenizer) < 2:
+        return "no tokenizer files, such as tokenizer.json, beside the weights"
+    if missing_keys := sorted(loading_info["missing_keys"]):
+        return f"the file lacks {len(missing_keys)} of the model's weights, among them {missing_keys[0]}"
+    if damaged := next((key for key, weight in model.named_parameters() if is_damaged(weight)), ""):
+        return f"{damaged} has values that are NaN or infinite: the model has diverged"
+    n_embeddings, n_tokens = len(model.get_input_embeddings().weight), tokenizer.vocab_size  # without added tokens
+    if n_tokens > n_embeddings:
+        return f"it has {n_embeddings:,} embeddings, and its tokenizer {n_tokens:,} tokens"
+    return ""
 
 
 def is_damaged(weight: torch.Tensor) -> bool:
