@@ -1,1 +1,1 @@
-"""Evaluation through `transformers` alone: nothing here imports the training code."""
+"""Evaluation through `transformers` alone: of recipe/ it imports recipe/utils only."""

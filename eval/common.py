@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub.constants
 import torch
@@ -129,7 +130,7 @@ def resolve_model(name: str | None, runs: Path = Path("runs")) -> tuple[str, Pat
         raise UserError(f"model {name}: no such directory. Name a checkpoint, a run directory or a Hub id")
     if not (path / "config.json").is_file():
         if not (steps := checkpoints(path)):
-            raise UserError(f"model {name}: it has neither config.json nor a step_<number> directory")
+            raise UserError(f"model {name}: no config.json and no step_<number> directory. Name a checkpoint or a run")
         path = steps[-1]
     return str(path), path
 
@@ -168,7 +169,7 @@ def load(args: argparse.Namespace, variable: str = "MODEL") -> Loaded:
     if problem := _problem_of(model, tokenizer, loading_info):
         raise UserError(f"model {name}: {problem}")
     if unused := sorted(loading_info["unexpected_keys"]):
-        print(f"note: the model has no use for {len(unused)} of the file's weights, such as {unused[0]}")
+        print(f"note: {len(unused)} weights in the file are not used by the model, such as {unused[0]}")
     is_tied = getattr(model.get_output_embeddings(), "weight", None) is model.get_input_embeddings().weight
     model.to(device)
     if is_tied:  # moving to a TPU or to XLA unties them
@@ -180,7 +181,8 @@ def load(args: argparse.Namespace, variable: str = "MODEL") -> Loaded:
 
 
 def _read(name: str, directory: Path | None, dtype: torch.dtype) -> tuple:
-    """The model, its tokenizer and transformers' report on its weights; raises whatever the libraries raise."""
+    """The model, its tokenizer and what transformers reports of loading it, from safetensors files alone and without
+    running the repository's code. Raises whatever the libraries raise."""
     # Imported here: it takes two seconds, and training imports this module without calling this function.
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, cached_file
@@ -190,7 +192,7 @@ def _read(name: str, directory: Path | None, dtype: torch.dtype) -> tuple:
     if directory:
         check_files(directory)
     if find_adapter_config_file(name):  # with PEFT, transformers would load its base model instead, or a pickle
-        raise UserError("an adapter, not a model: merge it into its model first, as in docs/elsewhere.md")
+        raise UserError("an adapter, not a model: merge it into its base model first (docs/elsewhere.md)")
     config = AutoConfig.from_pretrained(name, trust_remote_code=False)
     config.transformers_weights = None  # may name a pickle
     if getattr(config, "activation_function", "") == "gelu_new":
@@ -204,17 +206,17 @@ def _read(name: str, directory: Path | None, dtype: torch.dtype) -> tuple:
     index = cached_file(name, SAFE_WEIGHTS_INDEX_NAME, _raise_exceptions_for_missing_entries=False)
     parts = json.loads(Path(index).read_bytes())["weight_map"].values() if index else []
     if not all(part == Path(part).name and part.endswith(".safetensors") for part in parts):
-        raise UserError(f"its {SAFE_WEIGHTS_INDEX_NAME} lists other files than safetensors beside it")
+        raise UserError(f"its {SAFE_WEIGHTS_INDEX_NAME} lists files that are not safetensors in its own directory")
     model, loading_info = AutoModelForCausalLM.from_pretrained(name, **options)  # ty: ignore[not-iterable]
     return model, tokenizer, loading_info
 
 
-def _problem_of(model: transformers.PreTrainedModel, tokenizer, loading_info: dict) -> str:
+def _problem_of(model: Any, tokenizer: Any, info: dict) -> str:
     """Why the model must not get a score, or "": transformers substitutes an empty tokenizer or random weights for
     missing ones."""
     if tokenizer is None or len(tokenizer) < 2:
         return "no tokenizer files, such as tokenizer.json, beside the weights"
-    if missing_keys := sorted(loading_info["missing_keys"]):
+    if missing_keys := sorted(info["missing_keys"]):
         return f"the file lacks {len(missing_keys)} of the model's weights, among them {missing_keys[0]}"
     if damaged := next((key for key, weight in model.named_parameters() if is_damaged(weight)), ""):
         return f"{damaged} has values that are NaN or infinite: the model has diverged"
@@ -240,7 +242,7 @@ def hub_problem() -> str:
             return ""
         except Exception:  # huggingface_hub may use any HTTP library
             huggingface_hub.constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
-    return "the Hub does not answer (or HF_HUB_OFFLINE is set), and it is not in the cache"
+    return "not in the cache, and the Hub does not answer (or HF_HUB_OFFLINE is set)"
 
 
 def choose_device(name: str, dtype: str) -> tuple[torch.device, torch.dtype]:
@@ -306,9 +308,9 @@ def weights_sha256(directory: Path) -> str | None:
 
 
 def same_model(path: Path, recorded: dict, name: str, weights: str | None) -> bool:
-    """Whether a result that `path` has `recorded` is of the model `name` with these weights (their SHA-256). Where one
-    of the two is not known: both names resolve to one directory, or `name` is the directory of `path` and the recorded
-    one does not exist (any more, or from here)."""
+    """Whether a result that `path` has `recorded` is of the model `name` with these weights (their SHA-256). If either
+    SHA-256 is missing, the names decide: both are one directory, or `name` is the directory of `path` and the recorded
+    name does not exist here (any more)."""
     if weights and recorded.get("weights"):
         return weights == recorded["weights"]
     recorded_path, model_path = Path(recorded.get("model") or name).resolve(), Path(name).resolve()
@@ -323,7 +325,7 @@ def own_results(checkpoint: Path) -> dict:
     weights = weights_sha256(checkpoint)
     others = [key for key, result in results.items() if not same_model(path, result, str(checkpoint), weights)]
     for key in others:
-        print(f"note: {key} in {path} is of another model, and is not shown", flush=True)
+        print(f"note: not showing {key} in {path}: it was measured on another model", flush=True)
         del results[key]
     return results
 
@@ -338,10 +340,10 @@ def write_results(path: Path, key: str, value: dict) -> None:
         new_scores = value["scores"]
         value = value | {"scores": (scores := merge_scores(previous.get("scores", []), new_scores))}
         if any(entry["complete"] and entry not in new_scores for entry in scores):
-            print(f"note: {path} keeps earlier scores of other tasks or on all rows")
+            print(f"note: earlier scores in {path}, on other tasks or on more rows, are kept")
     elif not is_same_model:
         print(f"note: replacing the results of {previous['model']} in {path}")
     replace_file(path, (json.dumps(results | {key: value}, indent=2) + "\n").encode())
     print(f"wrote {path}")
     if (path.parent / "README.md").exists() and (path.parent / "config.json").exists():  # a model's card
-        print(f"note: {path.parent}/README.md is not updated: for a new card, evaluate the run and export it again")
+        print(f"note: {path.parent}/README.md does not show this; evaluate the run and export it again for a new card")

@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TypeGuard
 
@@ -41,7 +41,7 @@ class Run:
         records: the lines of metrics.jsonl in order of their steps, one per step.
         config: the newest checkpoint's configuration, flat; empty before the first checkpoint.
         engine: the hardware and engine, in words; empty before the first checkpoint.
-        about: the parts of the run, by the newest checkpoint.
+        about: the parts of the run (recipe/checkpoint/provenance.py), in the newest checkpoint.
         scores: step -> that checkpoint's results.json as rows of `table_row`; empty if nothing was measured.
     """
 
@@ -176,10 +176,9 @@ def load_references() -> list[Reference]:
     references = []
     for path in sorted(REFERENCES.glob("*.json")):
         content = json.loads(path.read_text())
-        curves = {key: np.array(value) for key, value in content.items() if isinstance(value, list)}
-        names = ("name", "dataset", "source", "validation", "noise", "settings", "hellaswag_name")
-        fields = {key: content[key] for key in names if key in content}
-        references.append(Reference(**fields, **curves))
+        values: dict = {field.name: content[field.name] for field in fields(Reference) if field.name in content}
+        values |= {name: np.array(value) for name, value in values.items() if isinstance(value, list)}
+        references.append(Reference(**values))
     return references
 
 

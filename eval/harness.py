@@ -35,7 +35,7 @@ def evaluate(
     try:
         return lm_eval.simple_evaluate(lm, tasks=tasks, task_manager=manager, limit=limit, bootstrap_iters=1000)
     except AssertionError as error:  # as for a text that is longer than the model's positions
-        reason = f"lm-eval refuses, for a model of {loaded.n_positions} positions: {first_line(error)}"
+        reason = f"lm-eval refuses a model of {loaded.n_positions} positions: {first_line(error)}"
         raise common.UserError(f"--tasks {','.join(tasks)}: {reason}") from error
 
 

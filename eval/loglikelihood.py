@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-# Rows of float32 logits computed at once, by device: 128 x 50257 x 4 bytes are 26 MB, and larger chunks are slower on a
-# CPU (they exceed its cache). Other devices take 2048 (412 MB).
-CHUNK_ROWS = {"cpu": 128}
+# Rows of float32 logits computed at once: 128 x 50257 x 4 bytes are 26 MB, and larger chunks are slower on a CPU (they
+# exceed its cache); 2048 rows are 412 MB.
+CPU_CHUNK_ROWS, CHUNK_ROWS = 128, 2048
 
 
 @dataclass(frozen=True)
@@ -149,6 +149,6 @@ def sees(segments: torch.Tensor) -> torch.Tensor:
 
 def token_log_probs(states: torch.Tensor, targets: torch.Tensor, head: Callable) -> torch.Tensor:
     """log p(target) in nats, float32 (M,), from states (M, D) and targets (M,)."""
-    size = CHUNK_ROWS.get(states.device.type, 2048)
+    size = CPU_CHUNK_ROWS if states.device.type == "cpu" else CHUNK_ROWS
     chunks = zip(states.split(size), targets.split(size), strict=True)
     return torch.cat([-F.cross_entropy(head(x).float(), y, reduction="none") for x, y in chunks])

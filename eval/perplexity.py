@@ -80,8 +80,8 @@ def check_tokens(data: str, loaded: common.Loaded, windows: np.ndarray) -> None:
         )
     # GPT-2's tokenizer in a directory has a digest other than "gpt2".
     if shard_digest and model_digest and shard_digest != model_digest:
-        print(f"note: --data {data}: made with the tokenizer {shard_digest}, but the model's is {model_digest}")
-        print("note: unless both give the same tokens, the loss is meaningless")
+        names = f"tokenizer {shard_digest}, the model with {model_digest}"
+        print(f"note: --data {data} was made with {names}: unless they give the same tokens, the loss is meaningless")
 
 
 def byte_lengths(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:

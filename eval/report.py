@@ -21,7 +21,7 @@ from recipe.utils.errors import ArgumentParser
 from recipe.utils.units import duration, si
 
 TEMPLATE = Path(__file__).resolve().parent / "report.html.jinja"
-LABELS = {"good": "ok", "bad": "look", "note": "note"}
+LABELS = {"good": "ok", "bad": "check", "note": "note"}
 
 
 def main() -> None:
@@ -33,7 +33,7 @@ def main() -> None:
     runs = [read_run(path) for path in args.runs or [newest_run()]]
     out = (args.out or runs[0].directory / "report").expanduser()
     if out.exists() and not out.is_dir():
-        raise common.UserError(f"--out {out}: is a file. Name a directory")
+        raise common.UserError(f"--out {out} is a file. Name a directory")
     out.mkdir(parents=True, exist_ok=True)
     for run, findings in zip(runs, write_report(runs, out), strict=True):
         print(run.name)

@@ -33,7 +33,7 @@ import yaml
 from recipe.checkpoint.format import Checkpoint, checkpoint_path, files_of, load_checkpoint, state_of, verify
 from recipe.checkpoint.provenance import descends
 from recipe.components import with_vocabulary
-from recipe.config import FIELDS, ROOT, hyperparameters, parse_config
+from recipe.config import FIELDS, ROOT, entries_in, hyperparameters, parse_config
 from recipe.config.catalog import is_on_hub
 from recipe.data.dataset import check_same_data
 from recipe.engine.launch import fail
@@ -44,7 +44,7 @@ from recipe.utils.checkpoints import checkpoints, manifest_of, newest_run, read_
 from recipe.utils.errors import ArgumentParser, ExitCode, UserError
 from recipe.utils.processes import Processes
 
-# Circumstances that decide where numbers are cast to 16 bits, and all that must be the same for equality to the bit.
+# What decides where numbers are cast to 16 bits, and (CIRCUMSTANCES) all that must be the same for equal bits.
 CASTS = {"device", "method", "compiled", "fused_loss", "packages", "precision"}
 CODE = {"code"}
 CIRCUMSTANCES = {"engine", "processes", "micro_batch_size", "deterministic", "loss_chunk_size"} | CASTS | CODE
@@ -57,14 +57,27 @@ EXIT_GRACE_S = 60.0  # seconds in which a replay must exit once it is stopped
 Key = tuple[int, str]  # step; column of metrics.jsonl, number of a checkpoint's state, or name of a tensor
 Values = dict[Key, Any]
 Weights = dict[str, torch.Tensor]
-# Values that round alike: a pattern of their names, and the relative differences `floor`, `tight` and `loose`. If two
-# replays differ by at most `tight`, a run may differ from its replay by 8 times as much, or by `floor`. Beyond `tight`
-# errors have grown by themselves, another replay says little about the run, and it may differ by `loose`.
-KINDS = {
-    "losses": ("loss|sum", 1e-6, 5e-5, 0.05),
-    "weights by their update": (r"^transformer\.", 1e-4, 1e-3, 0.5),
-    "gradients and averages of them": (r"grad|\.transformer\.", 1e-4, 1e-3, 1.0),
-}
+
+
+class Kind(NamedTuple):
+    """Values that round alike, by a pattern of their names, and what relative differences mean for them. If two replays
+    differ by at most `tight`, a run may differ from its replay by 8 times as much, or by `floor`. Beyond `tight` errors
+    have grown by themselves, another replay says little about the run, and it may differ by `loose`. An audit proves
+    nothing if no value of an `essential` kind is tight."""
+
+    name: str
+    pattern: str
+    floor: float
+    tight: float
+    loose: float
+    essential: bool = True
+
+
+KINDS = (
+    Kind("losses", "loss|sum", 1e-6, 5e-5, 0.05),
+    Kind("weights by their update", r"^transformer\.", 1e-4, 1e-3, 0.5),
+    Kind("gradients and averages of them", r"grad|\.transformer\.", 1e-4, 1e-3, 1.0, essential=False),
+)
 
 
 class Different(Exception):
@@ -113,36 +126,41 @@ def options_of(interval: Interval, directory: Path, repo: str, flags: list[str])
     state = state_of(interval.end)
     part = state["about"][-1]
     if part["from_step"] > interval.first:
-        change = f"other settings, code or processes at step {part['from_step']:,}"
-        raise NotComparable(f"the run continued with {change}, where there is no checkpoint to start from")
+        step = f"{part['from_step']:,}"
+        raise NotComparable(f"settings, code or processes changed at step {step}, of which there is no checkpoint")
     values = {name: copy.deepcopy(value) for name, value in part["config"].items() if name in FIELDS}
     values |= {"precision": part["precision"], "report_to": "none", "push_to_hub": False, "train_hours": 0.0}
     replaced = {flag.partition("=")[0].removeprefix("--") for flag in flags}
     if replaced & {"dataset_name", "train_text"}:
         replaced |= {"dataset_name", "val_data"}
-    dataset_name, data_states = values["dataset_name"], data_states_of(interval.end)
-    for number, entry in enumerate(dataset_name if isinstance(dataset_name, list) else [values]):
+    dataset_name, data_states = values["dataset_name"], entries_in(state["data"])
+    for number, entry in enumerate(dataset_name if isinstance(dataset_name, list) else [values]):  # changed in place
         key = "dataset_name" if entry is values else "name"
         sources = values | entry | {"dataset_name": entry.get("train_text") or entry[key]}
         for field in ("dataset_name", "val_data", "init_from", "tokenizer"):
             path = sources.get(field, "")
             if repo and field not in replaced and path not in ("", FIELDS[field].default) and not is_on_hub(str(path)):
-                problem = f"{field} {path!r} of {repo} is a path of its author"
-                raise UserError(f"{problem}; name yours with --flags '--{field} PATH'")
+                problem = f"{field} {path!r} is a path on the computer of {repo}'s author"
+                raise UserError(f"{problem}; name your copy: --flags '--{field} PATH'")
         if repo or data_states[number].get("manifest"):
             entry[key] = str(directory / f"shards-{number}" / Path(entry[key]).name)  # the name is in columns' names
             # A stream that resumes has its commit in the checkpoint.
-            resumes_stream = interval.start and data_states_of(interval.start)[number].get("manifest")
-            commit = texts_of(part)[number].get("commit")
+            resumes_stream = interval.start and entries_in(state_of(interval.start)["data"])[number].get("manifest")
+            commit = entries_in(part["data"])[number].get("commit")
             if commit and not resumes_stream and "dataset_revision" not in replaced:
                 entry["dataset_revision"] = commit  # the data set may have a newer one
-    for name in {**part["config"], **dict.fromkeys(hyperparameters(part["config"]))}:
-        default = FIELDS[name].default if name in FIELDS else None  # of one that is missing
-        config_value, trained_with = (values.get(name, default) for values in (state["config"], part["config"]))
-        if config_value != trained_with:
-            raise Different(f"the configuration has {name} {config_value!r}, but the run had {trained_with!r}")
+    check_config(state["config"], part["config"])
     (recipe := directory / "recipe.yaml").write_text(yaml.safe_dump(values))
     return ["--config", str(recipe), *flags]
+
+
+def check_config(config: dict, trained_with: dict) -> None:
+    """Raises Different if the configuration that a checkpoint shows is not the one that its part was trained with. A
+    field that either lacks has its default."""
+    for name in {*trained_with, *hyperparameters(trained_with)}:
+        default = FIELDS[name].default if name in FIELDS else None
+        if (value := config.get(name, default)) != (trained_value := trained_with.get(name, default)):
+            raise Different(f"the configuration records {name} {value!r}, but training used {trained_value!r}")
 
 
 def replay(interval: Interval, run: Path, command: list[str]) -> Checkpoint:
@@ -190,8 +208,8 @@ def values_of(checkpoint: Checkpoint, interval: Interval) -> Values:
 
 
 def distance(name: str, run: Any, replay: Any, start: Weights) -> float:
-    """The difference of two numbers or tensors, relative to the second or, for a weight, to its update since `start`;
-    infinite if they differ and that is 0."""
+    """The difference of two numbers or tensors, relative to the second or, for a weight, to its update since `start`.
+    If that is 0, it is 0 for equal ones and infinite for others."""
     if isinstance(run, torch.Tensor) and isinstance(replay, torch.Tensor) and run.shape == replay.shape:
         delta, scale = run.double() - replay.double(), float((replay - start.get(name, 0)).double().norm())
         # The keys' bias has no effect, and its gradient is nothing but rounding. More than an update, and NaN, stay.
@@ -232,17 +250,17 @@ def compare(run: Values, replay: Values, replay_2: Values, start: Weights, first
     run_distances, replay_distances = distances(run, replay, start), distances(replay_2, replay, start)
     discrete = ("sample", "hellaswag")  # made of tokens and answers, which rounding can change
     limits, tightness = {key: math.inf for key in run.keys() & replay.keys() if key[1].startswith(discrete)}, []
-    for kind, (pattern, floor, tight, loose) in KINDS.items():
-        keys = [key for key in replay_distances if re.search(pattern, key[1])]
-        rounding = {}
-        for key in keys:  # the largest up to twice as far from `first`: it grows with the steps, in some runs faster
-            rounding[key] = max(replay_distances[other] for other in keys if other[0] <= 2 * key[0] - first + 1)
-        tight_keys = {key for key in keys if 0 < rounding[key] <= tight}  # at 0 the second replay has measured nothing
-        for key in keys:
-            limits[key] = 8 * max(rounding[key], floor) if key in tight_keys else max(8 * rounding[key], loose)
+    for kind in KINDS:
+        keys = [key for key in replay_distances if re.search(kind.pattern, key[1])]
+        # The largest up to twice as far from `first`: it grows with the steps, in some runs faster.
+        rounding = {key: max(replay_distances[k] for k in keys if k[0] <= 2 * key[0] - first + 1) for key in keys}
+        # At 0 the second replay has measured nothing.
+        tight_keys = {key for key, size in rounding.items() if 0 < size <= kind.tight}
+        for key, size in rounding.items():
+            limits[key] = 8 * max(size, kind.floor) if key in tight_keys else max(8 * size, kind.loose)
         if tight_keys:
             largest, here = (max(sizes[key] for key in tight_keys) for sizes in (run_distances, rounding))
-            tightness.append(f"{len(tight_keys)} {kind} within {largest:.0e}, rounding here is {here:.0e}")
+            tightness.append(f"{len(tight_keys)} {kind.name} within {largest:.0e}, rounding here is {here:.0e}")
     return first_difference(run, replay, run_distances, limits), tightness
 
 
@@ -261,28 +279,17 @@ def without_later_values(run: Values, replay: Values, interval: Interval) -> tup
     these. Raises NotComparable if the run's end was not recorded."""
     if interval.is_last:
         if (interval.last, "number of lines") in replay.keys() - run.keys():
-            raise NotComparable("metrics.jsonl has no line for the last step; continue the run, which writes it")
+            raise NotComparable("metrics.jsonl has no line for the last step; the same training command writes it")
         return run, ""
     kept = {key: value for key, value in run.items() if key in replay or key[0] != interval.last}
     names = sorted(name for _, name in run.keys() - kept.keys())
     return kept, f", not checked: {', '.join(names)} of step {interval.last:,}" if names else ""
 
 
-def data_states_of(checkpoint: Path) -> list[dict]:
-    """The state of each data set in a checkpoint."""
-    data = state_of(checkpoint)["data"]
-    return data.get("mixture") or [data]
-
-
-def texts_of(part: dict) -> list[dict]:
-    """The text of each data set of a part of a run."""
-    return part["data"].get("mixture") or [part["data"]]
-
-
 def names_other_data(part: dict, replayed: dict) -> bool:
-    """Whether a part of a run calls its data, for the model card, other than its replay, unless that read shards of
-    which it knows no text."""
-    texts, replayed_texts = texts_of(part), texts_of(replayed)
+    """Whether a part of a run records other data than its replay, by checksums and names. Names are not compared if the
+    replay read shards without a manifest."""
+    texts, replayed_texts = entries_in(part["data"]), entries_in(replayed["data"])
     if len(texts) != len(replayed_texts):
         return True
     for text, replayed_text in zip(texts, replayed_texts, strict=True):
@@ -299,18 +306,18 @@ def check_record(run: dict, replay: dict, flags: str) -> None:
     """Raises Different if the trainer state `run`, which the model card shows, has another step, tokenizer or data than
     its replay's, which had these flags."""
     if run["step"] != replay["step"]:
-        raise Different(f"the checkpoint says that it is of step {run['step']:,}")
+        raise Different(f"trainer_state.json records step {run['step']:,}")
     names = ("digest", "end_of_text") if "--tokenizer" in flags else ("digest", "end_of_text", "name")
     if any(run["tokenizer"][name] != replay["tokenizer"][name] for name in names):
-        raise Different("the checkpoint names another tokenizer than that of its replay")
+        raise Different("the checkpoint records another tokenizer than its replay used")
     if re.search("dataset_name|train_text", flags):  # the same shards may have other names
         return
     try:
         check_same_data(run["data"], replay["data"], "")
     except (UserError, LookupError, ValueError):
-        raise Different("the checkpoint names other shards than those that it was trained on") from None
+        raise Different("the checkpoint records other shards than it was trained on") from None
     if names_other_data(run["about"][-1], replay["about"][-1]):
-        raise Different("the checkpoint names other data than those that it was trained on")
+        raise Different("the checkpoint records other data than it was trained on")
 
 
 def audit(interval: Interval, directory: Path, arguments: argparse.Namespace) -> str:
@@ -342,7 +349,7 @@ def audit(interval: Interval, directory: Path, arguments: argparse.Namespace) ->
     check_record(checkpoint.state, replayed.state, arguments.flags)
     circumstances = "; ".join(texts) or "this device is not deterministic"
     if changed & CASTS and {run_part["precision"], replay_part["precision"]} != {"fp32"}:
-        raise NotComparable(f"half precision rounds at other places here ({circumstances}); {WAY_OUT}")
+        raise NotComparable(f"half precision rounds differently here ({circumstances}); {WAY_OUT}")
     # A second replay, which adds the same numbers in another order, measures what rounding does here.
     micro = replay_part["micro_batch_size"]
     micro = micro // 2 if micro % 2 == 0 else 1 if micro > 1 else 2
@@ -355,8 +362,8 @@ def audit(interval: Interval, directory: Path, arguments: argparse.Namespace) ->
     difference, tightness = compare(run_values, replay_values, values_2, start, interval.first)
     if difference:
         raise (NotComparable if changed & CODE else Different)(f"{difference} ({circumstances})")
-    if kinds := [kind for kind in list(KINDS)[:2] if not any(kind in text for text in tightness)]:
-        raise NotComparable(f"two replays here are too far apart in {kinds[0]} ({circumstances}); {WAY_OUT}")
+    if kinds := [k.name for k in KINDS if k.essential and not any(k.name in text for text in tightness)]:
+        raise NotComparable(f"two replays here already differ too much in {kinds[0]} ({circumstances}); {WAY_OUT}")
     return f"holds: {'; '.join(tightness)} ({circumstances}){unchecked}"
 
 
@@ -387,7 +394,7 @@ def _main(arguments: argparse.Namespace, directory: Path) -> int:
     run = directory / "run" if repo else arguments.run or newest_run()
     number = arguments.last if arguments.random is None else arguments.random
     if number < 1:
-        raise UserError("--last and --random must be 1 or more intervals")
+        raise UserError("--last and --random take a number of intervals, 1 or more")
     paths = checkpoints_on_the_hub(repo, run) if repo else checkpoints(run)
     if not paths:
         raise UserError(f"{repo or run}: no checkpoint there; name a run, such as runs/shakespeare")
@@ -407,7 +414,7 @@ def _main(arguments: argparse.Namespace, directory: Path) -> int:
         print(f"step {interval.first:,} to {interval.last:,}: {sentence}", flush=True)
         codes.add(code)
     if repo and step_on_main is None:
-        print("main: cannot be compared: its model is that of no branch step-...", flush=True)
+        print("main: cannot be compared: no branch step-... has the same model", flush=True)
         codes.add(ExitCode.NOT_COMPARABLE)
     elif step_on_main:
         note = "" if step_on_main in {step_of(end) for end in ends} else ", which was not replayed"

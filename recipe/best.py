@@ -56,12 +56,12 @@ from recipe.utils.units import duration, si
 logger = logging.getLogger("recipe.best")
 
 OWN_TOKENIZER_BELOW = 1e17  # FLOPs of a run in which the head for GPT-2's 50,257 tokens would take most of the time
-PACED_STEPS, PACED_RUNS = 20, 3  # of each run whose speed is measured, and how many runs at most
-COMPILED_FROM_S = 900  # of a run: in a shorter one it would cost too much to compile each size that is measured
+PACED_STEPS, PACED_RUNS = 20, 3  # steps that measure a speed, and how many speeds are measured at most
+COMPILED_FROM_S = 900  # seconds of a run from which sizes are compiled before they are timed
 TRIAL_SHARES, LONGEST_TRIAL_S = (0.02, 0.12), 300  # of the time, so far apart that they show how the text is learned
-WELL_BEFORE = 0.8  # of the time: a run that has read its text often enough by then ends there, else by the clock
+WELL_BEFORE = 0.8  # of the time: a run that has taken all useful epochs by then stops there; others fill the time
 SHORTEST_S, LEAST_LEFT_S = 90, 5  # of the time given, and of what the search leaves of it
-# Fields that are chosen here, and those that the fields of every recipe written here are for.
+# Fields that best.py chooses, and fields on which its other choices depend, so they cannot be changed.
 CHOSEN = {"n_layer", "n_head", "n_embd", "n_positions", "sequence_length", "total_batch_tokens", "init_from"}
 FIXED = {"optim", "lr_scheduler_type", "config"}
 
@@ -78,11 +78,11 @@ def main(argv: list[str] | None = None) -> int:
         strategy = open_strategy(config.run.precision, request.device, deterministic=config.run.deterministic)
         set_up_logging(main=strategy.runtime.processes.is_main)
         if config.run.plan_device:
-            raise UserError(f"--dry_run {config.run.plan_device}: to plan for other devices, give them as --device")
+            raise UserError(f"--dry_run takes no devices here; use --device {config.run.plan_device}")
         path = Path(config.run.output_dir) / "recipe.yaml"
         plan_only = config.run.dry_run or request.device
         if (lines := earlier_recipe(request, config, strategy, path)) is not None:
-            logger.info("recipe     %s is there%s", path, "" if plan_only else ": its run goes on")
+            logger.info("recipe     %s exists%s", path, "" if plan_only else ": continuing its run")
             for line in lines if plan_only else []:
                 if line.startswith("# Validation loss to expect"):
                     logger.info("           %s", line.removeprefix("# "))
@@ -97,10 +97,10 @@ def main(argv: list[str] | None = None) -> int:
         return fail(error)
     except KeyboardInterrupt:
         if is_local_main_process():
-            missing = "a step was taken; the same command goes on"
+            stopped = "before the first step; the same command continues"
             if not (path and path.exists()):
-                missing = "there was a recipe; the same command searches again"
-            print(f"\nstopped before {missing}", file=sys.stderr)
+                stopped = "before the recipe was written; the same command searches again"
+            print(f"\nstopped {stopped}", file=sys.stderr)
         return ExitCode.RUN_AGAIN
 
 
@@ -134,14 +134,14 @@ def parse_request(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     if not request.tokens >= 0:
         raise UserError(f"--tokens {request.tokens:g}: give how many to train on, such as 1e9")
     if not request.tokens and not 3600 * request.hours >= SHORTEST_S:
-        raise UserError(f"{request.hours:g} hours: starting takes as long; give {SHORTEST_S / 3600:g} or more")
+        raise UserError(f"{request.hours:g} hours are too few to start; give {SHORTEST_S / 3600:g} or more")
     given = {flag[2:].partition("=")[0] for flag in flags if flag.startswith("--")}
     for name in given - FIELDS.keys():
         raise UserError(f"unknown '--{name}'{hint(name, FIELDS | vars(request))}")
     for name in given & {"dataset_name", "train_text"}:
         raise UserError(f"--{name}: name the text with --text")
     for name in given & FIXED:
-        raise UserError(f"--{name}: best.py's recipes are for Muon and wsd; change a copy of one, or use train.py")
+        raise UserError(f"--{name}: best.py needs Muon and wsd; edit a copy of its recipe, or use train.py")
     request.given = given - {"dry_run", "fresh", "run_name"}
     request.run_name = re.sub(r"[^\w.-]+", "-", f"{Path(request.text).name.partition('.')[0]}-{amount}").strip("-.")
     request.title = f"From recipe/best.py for {amount} of {request.text}"
@@ -159,7 +159,7 @@ def earlier_recipe(request: argparse.Namespace, config: Config, strategy: Strate
         if path.exists() and not config.run.fresh:
             lines = path.read_text().splitlines()
             if not {f"# {request.title}", f"# {redact(request.title)}"} & {*lines}:
-                raise UserError(f"{path} is for something else; give another --run_name, or --fresh")
+                raise UserError(f"{path} was written for another request; give another --run_name, or --fresh")
             return lines
     return None
 
@@ -168,7 +168,7 @@ def write_recipe(request: argparse.Namespace, flags: list[str], config: Config, 
     """Searches for the best run for a request and writes its recipe. A collective call. Raises UserError, and
     KeyboardInterrupt if it was stopped."""
     for name in request.given & {"max_steps", "num_train_epochs", "train_hours"}:
-        raise UserError(f"--{name} is for a recipe that is there; for a new one give --hours, --tokens or --dollars")
+        raise UserError(f"--{name} needs an existing recipe; for a new one give --hours, --tokens or --dollars")
     for name in request.given & CHOSEN:
         raise UserError(f"--{name}: best.py chooses the shape and the batch; change them in a copy of its recipe")
     processes = strategy.runtime.processes
@@ -211,18 +211,18 @@ def search(
     else:
         seconds = strategy.runtime.processes.broadcast_object(seconds - (time.time() - started + overhead))
         if seconds < LEAST_LEFT_S:
-            raise UserError("looking for the best size has taken all of the time; give more --hours")
+            raise UserError("the search has used up the time; give more --hours")
     best = forecaster.best(seconds)
     log_forecasts(forecaster, forecaster.forecasts(seconds), best, "tokens" if request.tokens else "time")
     fields = forecaster.recipe(best.size, best.tokens)
     training_s = best.tokens / forecaster.tokens_per_second(best.size)
     if request.tokens or training_s < WELL_BEFORE * seconds:
         steps = max(1, round(best.tokens / fields["total_batch_tokens"][0]))
-        fields["max_steps"] = steps, "all that was asked for" if request.tokens else "more epochs bring nothing"
+        fields["max_steps"] = steps, "as requested" if request.tokens else "more epochs would not lower the loss"
         if not request.tokens:
             logger.info("time       about %s of the %s that are left", duration(training_s), duration(seconds))
     else:
-        fields["train_hours"] = round(seconds / 3600, 4), "what is left of the time; the decay begins by the clock"
+        fields["train_hours"] = round(seconds / 3600, 4), "the remaining time; the clock starts the decay"
     fields["torch_compile"] = torch_compile, "pays in a long run"
     return fields | {name: (config.flat()[name], "as given") for name in sorted(request.given)}, best
 
@@ -261,9 +261,9 @@ def read_text(request: argparse.Namespace, config: Config, strategy: Strategy) -
             needed_bytes = 2 * best.tokens * ENGLISH
             text = survey(request.text, source, config, seconds=seconds, needed_bytes=needed_bytes, train_own=train_own)
     text = processes.broadcast_object(text)
-    length = "without a known end" if text.tokens == math.inf else f"{si(text.tokens, 'B')} tokens to train on"
+    length = "of unknown length" if text.tokens == math.inf else f"{si(text.tokens, 'B')} tokens to train on"
     tokenizer = f"a tokenizer of {OWN_VOCAB_SIZE:,} trained on it" if train_own else f"tokenizer {text.tokenizer}"
-    logger.info("text       %s: %s, %.1f bytes each, by %s", request.text, length, text.token_bytes, tokenizer)
+    logger.info("text       %s: %s, %.1f bytes a token, with %s", request.text, length, text.token_bytes, tokenizer)
     vocab_size = open_tokenizer(text.tokenizer).vocab_size
     return Forecaster(strategy, text, vocab_size), seconds
 
@@ -287,7 +287,7 @@ def try_sizes(forecaster: Forecaster, seconds: float, flags: list[str], torch_co
 
 
 def trial_seconds(seconds: float) -> list[float]:
-    """Of training in each trial, if a run has so many seconds with them."""
+    """Seconds of training in each trial, for a run of `seconds` that includes the trials."""
     return [min(LONGEST_TRIAL_S, share * seconds) for share in TRIAL_SHARES]
 
 
@@ -296,7 +296,7 @@ def measure_speed(forecaster: Forecaster, forecast: Forecast, flags: list[str], 
     call."""
     fields = forecaster.recipe(forecast.size, forecast.tokens)
     batch, window = fields["total_batch_tokens"][0], PACED_STEPS // 4
-    logger.info("speed      %s, %d steps of %s tokens", name_of(forecast.size), PACED_STEPS, f"{batch:,}")
+    logger.info("speed      measuring %s: %d steps of %s tokens", name_of(forecast.size), PACED_STEPS, f"{batch:,}")
     own_flags = [f"--max_steps={PACED_STEPS}", "--warmup_steps=1", f"--logging_steps={window}"]
     own_flags.append(f"--eval_tokens={batch}")
     flags = [f"--torch_compile={torch_compile}".lower(), *flags, *own_flags]  # the user's torch_compile wins
@@ -312,7 +312,7 @@ def measure_loss(forecaster: Forecaster, forecast: Forecast, seconds: float, fla
     size, started = forecast.size, time.monotonic()
     fields = forecaster.recipe(size, forecaster.tokens_per_second(size) * seconds)
     fields["eval_tokens"] = forecaster.recipe(size, forecast.tokens)["eval_tokens"]
-    logger.info("trial      %s, for %s", name_of(size), duration(seconds))
+    logger.info("trial      training %s for %s", name_of(size), duration(seconds))
     *_, last = train_and_delete(forecaster.strategy, fields, [*flags, f"--train_hours={max(seconds / 3600, 1e-5):.5f}"])
     forecaster.losses.append((law(size, last["tokens"], forecaster.text.tokens), last["val_loss"]))
     logger.info("trial      validation loss %.3f after %s tokens", last["val_loss"], si(last["tokens"], "B"))
@@ -357,16 +357,16 @@ def log_forecasts(forecaster: Forecaster, forecasts: list[Forecast], best: Forec
     limits = {
         "time": f"the {budget}; " + ("no model is larger" if best.size == SIZES[-1] else "with more, a larger model"),
         "text": f"the text, for a larger model and for more than {MOST_EPOCHS} epochs",
-        "memory": "the memory; a larger model does not fit",
+        "memory": "memory: a larger model does not fit",
     }
     limit = limits[best.limit]
     if best.limit == "text" and best.tokens < MOST_EPOCHS * text.tokens:
         limit = f"the {budget}, and the text for a larger model"
-    logger.info("limit      %s. Losses are give or take %s", limit, f"{forecaster.relative_error(best):.0%}")
+    logger.info("limit      %s. Expected losses are within about %s", limit, f"{forecaster.relative_error(best):.0%}")
 
 
 def name_of(size: Size) -> str:
-    """In words."""
+    """A size in words: 12 layers, 768 wide (GPT-2)."""
     name = {(12, 768): " (GPT-2)", (24, 1024): " (medium)", (36, 1280): " (large)", (48, 1600): " (XL)"}.get(size, "")
     return f"{size[0]} layers, {size[1]} wide{name}"
 

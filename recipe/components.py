@@ -14,7 +14,7 @@ from recipe.checkpoint.format import Checkpoint, load_checkpoint, newest_state
 from recipe.checkpoint.manager import CheckpointManager
 from recipe.checkpoint.provenance import code_sha256
 from recipe.checkpoint.run_dir import check_same_run, continue_from, run_directory, set_aside
-from recipe.config import UNDECIDED, BatchPlan, Config, data_sets
+from recipe.config import UNDECIDED, BatchPlan, Config, data_sets, entries_in
 from recipe.config.catalog import is_text
 from recipe.config.parse import check
 from recipe.data.dataset import check_same_data
@@ -37,14 +37,14 @@ from recipe.utils.redaction import redacted
 
 logger = logging.getLogger(__name__)
 
-_COMPLETE = "complete   training is finished (%s): nothing was trained; --max_steps trains longer, --fresh starts over"
-# Paths: may differ between nodes.
+_COMPLETE = "complete   training is finished (%s); raise --max_steps to train longer, or start over with --fresh"
+# Paths, which may differ between nodes.
 _PATH_FIELDS = {"config", "dataset_name", "val_data", "train_text", "init_from", "output_dir"}
 
 
 @dataclass(frozen=True)
 class Components:
-    """What `train` uses."""
+    """What the training loop uses, ready to run."""
 
     strategy: Strategy  # device, processes, how a step is taken
     model: torch.nn.Module  # prepared
@@ -60,16 +60,16 @@ class Components:
         collective call."""
         error = self.batches.error()
         if self.strategy.runtime.processes.anywhere(error is not None):
-            cause = error or "the data of another process cannot be read; its error message has the cause"
+            cause = error or "another process cannot read its data; see its error message"
             raise UserError(f"{cause}{'' if saved else '; the last checkpoint could not be written either'}")
 
 
 @contextmanager
 def open_components(
-    config: Config, batch: BatchPlan, strategy: Strategy, descriptor: int, checkpoint: Checkpoint | None
+    config: Config, batch: BatchPlan, strategy: Strategy, checkpoint: Checkpoint | None
 ) -> Generator[Components, None, None]:
-    """Builds the components from the configuration, or restores them from `checkpoint`; `descriptor` is that of
-    `run_directory`, on the main process. A collective call. Raises UserError."""
+    """Builds the components from the configuration, or restores them from `checkpoint`. A collective call. Raises
+    UserError."""
     step, state = (checkpoint.step, checkpoint.state) if checkpoint else (0, {})
     with ExitStack() as stack:
         processes = strategy.runtime.processes
@@ -97,7 +97,7 @@ def open_components(
         stack.enter_context(batches)  # starts prefetching, which verifies files against the restored checksums
         stack.enter_context(metrics)
         trained = raw_model, optimizer
-        checkpoints = CheckpointManager(config, strategy, trained, stateful, metrics, descriptor, checkpoint)
+        checkpoints = CheckpointManager(config, strategy, trained, stateful, metrics, checkpoint)
         stack.callback(checkpoints.join)
         yield Components(
             strategy=strategy,
@@ -156,33 +156,33 @@ def check_inputs(config: Config, batch: BatchPlan, processes: Processes) -> None
 
 
 @contextmanager
-def open_run_directory(config: Config, processes: Processes) -> Generator[tuple[int, Checkpoint | None], None, None]:
-    """The descriptor of the run's directory, which the main process locks unless it is a dry run, and the checkpoint in
-    it from which the run continues, which the main process chooses and verifies for all. A collective call. Raises
-    UserError, on all processes."""
+def open_run_directory(config: Config, processes: Processes) -> Generator[Checkpoint | None, None, None]:
+    """Context: the run's directory, locked by the main process unless it is a dry run. Yields the checkpoint from which
+    the run continues; the main process chooses and verifies it for all. A collective call. Raises UserError, on all
+    processes."""
     run_dir, flat = Path(config.run.output_dir), redacted(config.flat())
     with ExitStack() as stack:
-        descriptor, path = -1, None  # on the other processes, and in a dry run
+        path = None
         with processes.shared_error("the run's directory cannot be opened"):
             if processes.is_main:
                 if not config.run.dry_run:
-                    descriptor = stack.enter_context(run_directory(run_dir, fresh=config.run.fresh))
+                    stack.enter_context(run_directory(run_dir, fresh=config.run.fresh))
                 path = continue_from(run_dir, flat, locked=not config.run.dry_run)
         path = processes.broadcast_object(path)
         if path is None:
-            yield descriptor, None
+            yield None
             return
         if processes.anywhere(not path.exists()):
-            raise UserError(f"{path} is not on every node: output_dir must be on a file system that all of them see")
+            raise UserError(f"{path} is not on every node: output_dir must be on a file system that all nodes share")
         checkpoint = load_checkpoint(path)
         check_same_run(checkpoint.state, flat, open_tokenizer(config.data.tokenizer), run_dir)
         if checkpoint.step < config.optimizer.max_steps:
             logger.info("resume     from step %d (%s)", checkpoint.step, path)
-        yield descriptor, checkpoint
+        yield checkpoint
 
 
 def is_complete(config: Config, processes: Processes, checkpoint: Checkpoint | None) -> bool:
-    """Whether the last step is saved and evaluated, which it logs. A collective call. Raises UserError if the run was
+    """Whether the last step is saved and evaluated; logs it if so. A collective call. Raises UserError if the run was
     trained on other data."""
     if checkpoint is None or checkpoint.step < config.optimizer.max_steps:
         return False
@@ -202,20 +202,19 @@ def _check_data_of_finished_run(config: Config, state: dict) -> None:
     trained_name, entries = state["config"]["dataset_name"], data_sets(config.data)
     way_out = "choose another run_name, or start over with --fresh"
     if trained_name == redacted(config.flat())["dataset_name"]:
-        sources = state["about"][-1]["data"]
-        for entry, source in zip(entries, sources.get("mixture", [sources]), strict=True):
+        for entry, source in zip(entries, entries_in(state["about"][-1]["data"]), strict=True):
             if (trained_files := source.get("files")) and is_text(entry.data.train_text):
                 files = redacted(open_text(entry.data).identity())["files"]
                 if (files[: len(trained_files)], len(files)) != (trained_files, source["of"]):
-                    changed = f"{entry.data.train_text} has changed since"
-                    raise UserError(f"{config.run.output_dir} is complete, and {changed}; {way_out}")
+                    changed = f"{entry.data.train_text} has changed since then"
+                    raise UserError(f"the run in {config.run.output_dir} is complete, but {changed}; {way_out}")
         return
     try:
         check_same_data(state["data"], state_on_disk(config.data), "")
     except UserError:
         names = ", ".join(entry.data.train_text or entry.data.dataset_name for entry in entries)
         raise UserError(
-            f"{config.run.output_dir} is complete, and was trained on {trained_name}, not on {names}; {way_out}"
+            f"the run in {config.run.output_dir} is complete, but was trained on {trained_name}, not on {names}; {way_out}"
         ) from None
 
 
@@ -245,14 +244,13 @@ def with_steps(config: Config, processes: Processes, *, decay_due: bool = False)
 def _steps_of_hours(config: Config, decay_due: bool) -> int:
     """The max_steps of a run of train_hours: UNDECIDED until the decay is due, by the clock in the newest checkpoint
     or, since an evaluation may have followed that save, by `decay_due`. Any checkpoint after the decision has it."""
-    state = newest_state(config.run)
-    hours, steps = (state["config"].get(name, 0) for name in ("train_hours", "max_steps")) if state else (0, UNDECIDED)
-    if hours and steps != UNDECIDED and config.run.train_hours <= hours:  # a shorter train_hours changes nothing now
-        return steps
-    if hours != config.run.train_hours:
-        return UNDECIDED
-    decay_due = decay_due or time_to_decay(state["metrics"], config)
-    return config.optimizer.ending_after(state["step"]) if decay_due else UNDECIDED
+    state, hours = newest_state(config.run), config.run.train_hours
+    saved_hours, saved_steps = (state.get("config", {}).get(name, 0) for name in ("train_hours", "max_steps"))
+    if hours <= saved_hours and saved_steps != UNDECIDED:  # a shorter train_hours changes nothing now
+        return saved_steps
+    if hours == saved_hours and (decay_due or time_to_decay(state["metrics"], config)):
+        return config.optimizer.ending_after(state["step"])
+    return UNDECIDED
 
 
 def check_same_launch(config: Config, strategy: Strategy) -> None:
@@ -288,15 +286,15 @@ def check_supported(config: Config, strategy: Strategy) -> None:
             f"choose --optim {' or '.join(supported)} and its learning rate"
         )
     if run.fused_loss is True and not (run.plan_device or can_fuse(strategy.device.type)):
-        raise UserError("fused_loss needs a GPU with CUDA, and Triton; remove fused_loss")
+        raise UserError("fused_loss true needs a CUDA GPU and Triton; use auto")
     limit = max_restarts()
     if run.fresh and limit:
         raise UserError(
-            f"--fresh would start over at each of the {limit} restarts that --max_restarts allows; remove one of them, "
+            f"--fresh would start over at each automatic restart (--max_restarts {limit}); remove one of the two, "
             f"or move {run.output_dir} away"
         )
     if run.max_hours and limit:  # a run that stops ends with an exit code that torchrun takes for a failure
         raise UserError(
-            f"max_hours would begin again at each of the {limit} restarts that --max_restarts allows (RESTARTS of "
-            "slurm.sbatch); remove one of them"
+            f"max_hours would start counting again at each automatic restart (--max_restarts {limit}; RESTARTS in "
+            "slurm.sbatch); remove one of the two"
         )

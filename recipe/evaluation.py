@@ -30,8 +30,8 @@ SAMPLE_TOKENS, TEMPERATURE, TOP_K = 48, 0.8, 50
 
 class Evaluator:
     """Evaluates the model between two steps. Its methods return columns of metrics.jsonl. They are collective calls:
-    every process makes the same batches of the same shapes, and checks before each batch whether to stop (raises
-    Interrupted). Their time is counted in `metrics.pauses`."""
+    every process makes the same batches of the same shapes. `validate` and `hellaswag` check before each batch whether
+    to stop (Interrupted); `sample` is too short for that. Their time is counted in `metrics.pauses`."""
 
     def __init__(
         self,
@@ -122,9 +122,10 @@ class Evaluator:
                 place=device.put,
             )
             counts = count_correct(model, rows, batch_size=HELLASWAG_BATCH, rank=rank, world_size=world_size)
-        totals = torch.tensor(list(counts.values()), device=device.torch_device)
-        n_rows, *correct = runtime.processes.sum(totals).tolist()
-        scores = {name: n / n_rows for name, n in zip(list(counts)[1:], correct, strict=True)}
+        sums = runtime.processes.sum(torch.tensor([*counts.values()], device=device.torch_device)).tolist()
+        totals = dict(zip(counts, sums, strict=True))
+        n_rows = totals.pop("rows")
+        scores = {name: n_correct / n_rows for name, n_correct in totals.items()}
         text = ", ".join(f"{name.replace('_', ' ', 1)} {value:.4f}" for name, value in scores.items())
         logger.info("HellaSwag (%d rows): %s", n_rows, text)
         return {f"hellaswag_{name}": value for name, value in scores.items()}

@@ -98,8 +98,8 @@ def main(argv: list[str] | None = None) -> int:
         run_precision = strategy.device.precision
         devices_in_all = strategy.device.count * strategy.runtime.processes.world_size
         if SEQUENCES % devices_in_all:
-            not_tried = f"not tried: its {SEQUENCES} sequences do not divide by {devices_in_all} devices", ""
-            report.check("golden run", lambda: not_tried)
+            skipped = f"skipped: its {SEQUENCES} sequences cannot be divided among {devices_in_all} devices", ""
+            report.check("golden run", lambda: skipped)
         else:
             for precision in dict.fromkeys(("fp32", run_precision)):
                 strategy = report.reopened(precision)
@@ -159,7 +159,7 @@ class Report:
 
     def check(self, name: str, function: Callable[..., Finding | None], *arguments, limit_s: float = LIMIT_S) -> None:
         """Prints what the function finds. Its error ends the command. A collective call."""
-        timer = threading.Timer(limit_s, self._end, (name, f"it hangs: not finished after {limit_s} s"))
+        timer = threading.Timer(limit_s, self._end, (name, f"no result after {limit_s} s: it hangs"))
         timer.daemon = True
         timer.start()
         torch.compiler.reset()  # what earlier checks have compiled counts towards a limit
@@ -198,7 +198,7 @@ class Report:
         result = {"passed": passed, **self._facts, "checks": self._lines}
         replace_file(RESULT, (json.dumps(result, indent=1) + "\n").encode())
         seconds = duration(time.monotonic() - self._started)
-        print(f"\npreflight {'passed' if passed else 'FAILED'} in {seconds}; {RESULT} has the findings", flush=True)
+        print(f"\npreflight {'passed' if passed else 'FAILED'} in {seconds}; details in {RESULT}", flush=True)
         return 0 if passed else 1
 
     def clean_up(self) -> None:
@@ -207,7 +207,7 @@ class Report:
             shutil.rmtree(self.directory, ignore_errors=True)
 
 
-# Training runs.
+# Checks that train.
 
 
 def golden_losses(directory: Path, optim: str, strategy: Strategy, fields: dict) -> list[float]:
@@ -252,7 +252,7 @@ def resumes(directory: Path, strategy: Strategy, fields: dict) -> Finding | None
     sums, resumed_sums = (manifest_of(checkpoint_path(run, 20)) for run in (complete, resumed))
     if all(sums[file] == resumed_sums[file] for file in ("model.safetensors", "optimizer.safetensors")):
         measured = "weights and optimizer state equal to the bit"
-    problem = "" if nats <= tolerance else "what is read is not what was saved, or two runs differ"
+    problem = "" if nats <= tolerance else "the state was not restored exactly, or runs here are not repeatable"
     return f"saved at step 10, resumed to 20: {measured}", problem
 
 
@@ -280,7 +280,7 @@ def trial(config: Config, directory: Path, strategy: Strategy) -> Finding:
     train(config, strategy)
     lines = [line for line in read_metrics(directory / "trial" / "metrics.jsonl") if line["tokens_per_second"]]
     if len(lines) < 2:
-        return "", "not two steps in two minutes: this device is too slow for the recipe"
+        return "", "fewer than two steps in two minutes: this device is too slow for the recipe"
     speed, data_wait = (  # without the first step, which compiles
         statistics.median(line[name] or 0 for line in lines[1:]) for name in ("tokens_per_second", "data_wait")
     )
@@ -290,16 +290,16 @@ def trial(config: Config, directory: Path, strategy: Strategy) -> Finding:
     if memory and device.memory:  # on a CPU it is the most that this process has ever held
         batch = batch_arithmetic(config, processes.world_size, device.count)
         estimate = step_memory(config, batch, **memory_kind(config, strategy)).peak
-        measured += f", {gb(memory)} (the plan: {gb(estimate)})"
-    slow_data = f"{100 * data_wait:.0f} % of the time it waits for data: use a faster disk or network"
+        measured += f", {gb(memory)} (estimate: {gb(estimate)})"
+    slow_data = f"{100 * data_wait:.0f} % of the time goes into waiting for data: use a faster disk or network"
     return measured + note, slow_data if data_wait > 0.05 else ""
 
 
-# What is not a training run.
+# Checks without training.
 
 
 def disk(config: Config, strategy: Strategy) -> Finding | None:
-    """Room and speed where checkpoints go."""
+    """Free space and write speed of the disk for checkpoints."""
     if not strategy.runtime.processes.is_main:
         return None
     directory = nearest_directory(Path(config.run.output_dir))
@@ -316,7 +316,7 @@ def disk(config: Config, strategy: Strategy) -> Finding | None:
 
 
 def devices(config: Config, strategy: Strategy) -> Finding:
-    """What there is."""
+    """The devices, their precision and the versions of torch and of the driver."""
     device, gpu = strategy.device, hardware.nvidia_smi("driver_version", "power.limit", "clocks.max.sm")
     memory = f", {gb(device.memory)}" if device.memory else ""
     driver = f", driver {', '.join(gpu.values())}" if gpu and device.type == "cuda" else ""
@@ -410,7 +410,7 @@ def compared_in_fp64(
         results.append([tensor.detach().cpu().double() for tensor in (result, *gradients)])
     errors = gathered(strategy, max(relative_error(*pair) for pair in zip(*results, strict=True)))
     worst, tolerance = max(errors), tolerance_factor * RELATIVE[strategy.device.precision]
-    problem = f"process {errors.index(worst)} computes it wrongly: try another version of torch, or another driver"
+    problem = f"process {errors.index(worst)} gives a wrong result: try another version of torch, or another driver"
     return f"within {worst:.1e} of fp64 ({tolerance:g} allowed)", problem if worst > tolerance else ""
 
 

@@ -16,7 +16,8 @@ if __package__ in (None, ""):  # as a script: import from the repository root, n
     sys.path[0] = str(Path(__file__).resolve().parents[1])
     if find_spec("accelerate") is None:
         print(
-            f"error: {sys.executable} has no Accelerate; use .venv/bin/python, set up by `make train`", file=sys.stderr
+            f"error: {sys.executable} lacks Accelerate; use .venv/bin/python, which `make train` sets up",
+            file=sys.stderr,
         )
         sys.exit(2)
 # Set before torch loads OpenMP: a thread that waits for others soon yields its core. By default it spins, and two runs
@@ -73,7 +74,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(config: Config, strategy: Strategy) -> ExitCode:
-    """Runs training from the configuration to the closing panel."""
+    """Checks a configuration, prints the opening panel, trains and prints the closing one; or is a dry run."""
     processes, stop = strategy.runtime.processes, strategy.runtime.stop
     check_same_launch(config, strategy)
     check_supported(config, strategy)
@@ -89,7 +90,7 @@ def run(config: Config, strategy: Strategy) -> ExitCode:
         check_inputs(config, batch, processes)
     if config.run.dry_run:
         if not (config.run.fresh or config.run.plan_device):  # other devices may have another disk
-            with open_run_directory(config, processes) as (_, checkpoint):
+            with open_run_directory(config, processes) as checkpoint:
                 is_complete(config, processes, checkpoint)
         return ExitCode.DONE
     if config.run.max_hours:
@@ -102,7 +103,7 @@ def run(config: Config, strategy: Strategy) -> ExitCode:
         # train_hours: it is time to fix the number of steps
         config = with_steps(config.replace(fresh=False), processes, decay_due=True)
         start, steps = config.optimizer.decay_start, config.optimizer.max_steps
-        logger.info("decay      begins after step %s; the run has %s steps", f"{start:,}", f"{steps:,}")
+        logger.info("decay      begins after step %s; the run will end at step %s", f"{start:,}", f"{steps:,}")
 
 
 def pretrain(config: Config, batch: BatchPlan, strategy: Strategy) -> ExitCode | None:
@@ -110,9 +111,9 @@ def pretrain(config: Config, batch: BatchPlan, strategy: Strategy) -> ExitCode |
     checkpoint and stopped because its decay is due and its number of steps is to be fixed."""
     processes, stop = strategy.runtime.processes, strategy.runtime.stop
     uploads, code = open_uploads(config, processes), ExitCode.DONE  # before --fresh moves an earlier run
-    with open_run_directory(config, processes) as (descriptor, checkpoint):
+    with open_run_directory(config, processes) as checkpoint:
         if not is_complete(config, processes, checkpoint):
-            with open_components(config, batch, strategy, descriptor, checkpoint) as components:
+            with open_components(config, batch, strategy, checkpoint) as components:
                 if config.undecided and processes.is_main:  # checkpoints keep the main process's clock
                     stop.decay_when(components.metrics.time_to_decay)
                 val_loss, saved = train(config, batch, components, uploads)

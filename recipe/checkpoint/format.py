@@ -24,7 +24,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from recipe.config import FIELDS, Config, RunConfig, counts_in
+from recipe.config import FIELDS, Config, RunConfig, counts_in, entries_in
 from recipe.config.values import converted
 from recipe.data.shards import Manifest
 from recipe.utils.checkpoints import checkpoints, manifest_of, problem_of, step_of
@@ -42,17 +42,21 @@ _REQUIRED_FILES = ("model.safetensors", "optimizer.safetensors", "trainer_state.
 # The schema (recipe/utils/schema.py) of those fields of trainer_state.json that are read.
 _TEXT = (None, str)
 _PATHS: dict[str, object] = {name: _TEXT for name, field in FIELDS.items() if field.metadata["path"]}
-_SOURCE: dict[str, object] = dict.fromkeys(("train_text", "commit", "dataset_config", "dataset_split", "shards"), _TEXT)
-_SOURCE |= {"files": (None, [{"name": str}]), "of": (None, COUNT)}
-_PART: dict[str, object] = dict.fromkeys(("from_step", "processes", "nodes"), COUNT) | {
+_CONFIG = _PATHS | {"dataset_name": (str, [{"name": str, "weight": float}])}
+_SOURCE = {
+    **dict.fromkeys(("train_text", "commit", "dataset_config", "dataset_split", "shards"), _TEXT),
+    "files": (None, [{"name": str}]),
+    "of": (None, COUNT),
+}
+_PART = {
+    **dict.fromkeys(("from_step", "processes", "nodes"), COUNT),
+    **dict.fromkeys(("device", "engine", "precision", "python", "recipe"), str),
+    **dict.fromkeys(("commit", "code"), _TEXT),
     "compiled": bool,
     "packages": {...: str},
+    "config": _CONFIG,
+    "data": _SOURCE | {"mixture": (None, [_SOURCE | {"name": str, "share": float}])},
 }
-_PART |= dict.fromkeys(("device", "engine", "precision", "python", "recipe"), str) | dict.fromkeys(
-    ("commit", "code"), _TEXT
-)
-_CONFIG = _PATHS | {"dataset_name": (str, [{"name": str, "weight": float}])}
-_PART |= {"config": _CONFIG, "data": _SOURCE | {"mixture": (None, [_SOURCE | {"name": str, "share": float}])}}
 _STATE = {
     **dict.fromkeys(("step", "tokens", "optimizer_steps"), COUNT),
     "engine": str,
@@ -86,7 +90,8 @@ class Checkpoint:
 
 
 def save_checkpoint(checkpoint: Checkpoint, files: dict[str, bytes]) -> None:
-    """Commits a checkpoint to its `path` in the run's directory, on one process; the tensors must not change meanwhile.
+    """Writes a checkpoint to its `path` in the run's directory, all of it or nothing; its tensors must not change
+    meanwhile. On one process.
 
     `files` are the further files that transformers needs: {file name: content}. Any error, such as OSError, or
     UserError if a tensor is not finite, leaves earlier checkpoints intact and nothing of this one.
@@ -173,7 +178,7 @@ def state_of(checkpoint: Path) -> dict:
     with reading(path, f"try again, or move {checkpoint.name} away to continue from an earlier checkpoint"):
         state = json.loads(path.read_bytes())
         check(state, _STATE)
-        config, data_states = state["config"], state["data"].get("mixture") or [state["data"]]
+        config, data_states = state["config"], entries_in(state["data"])
         if not state["about"]:
             raise ValueError("about is empty")
         if len(data_states) != len(counts_in(config["dataset_name"])):

@@ -51,21 +51,20 @@ class CheckpointManager:
         model_and_optimizer: tuple[GPT2LMHeadModel, torch.optim.Optimizer],
         stateful: dict[str, Any],
         metrics: Any,
-        descriptor: int,
         checkpoint: Checkpoint | None,
     ):
         """The model comes without wrappers, the optimizer prepared. `stateful` are the further components whose
         state_dict(), a collective call that returns JSON, is saved; `metrics` is the run's Metrics (of a higher layer);
-        `descriptor` is that of `run_directory`, on the main process; `checkpoint` is the one from which the run
-        resumes."""
+        `checkpoint` is the one from which the run resumes."""
         self._config, self._strategy, self._metrics = config, strategy, metrics
         self._model, self._optimizer = model_and_optimizer
-        self._stateful, self._run_dir, self._descriptor = stateful, Path(config.run.output_dir), descriptor
+        self._stateful, self._run_dir = stateful, Path(config.run.output_dir)
         self._saved_step = checkpoint.step if checkpoint else 0
         self._thread: threading.Thread | None = None
         self._unsaved: Checkpoint | None = None  # the checkpoint that the last save failed to write
         self._error: Exception | None = None  # the error of that save
         if strategy.runtime.processes.is_main:
+            self._run_dir_status = self._run_dir.stat()  # identifies it while `run_directory` keeps it open
             tokenizer = open_tokenizer(config.data.tokenizer)
             self._files = _model_files(self._model, tokenizer)
             self._provenance = {
@@ -93,8 +92,8 @@ class CheckpointManager:
             self._unsaved = None  # frees its memory for this checkpoint
             if processes.anywhere(processes.is_main and self._is_lost()):
                 raise Lasting(
-                    f"{self._run_dir} was moved or replaced while this run was going on, so nothing more is written "
-                    "there; give the place where its checkpoints are now as --output_dir to continue it"
+                    f"{self._run_dir} was moved or replaced during this run, so nothing more is written there; to "
+                    "continue, pass the directory that now holds the checkpoints as --output_dir"
                 )
             tensors = self._strategy.gather(self._model, self._optimizer)
             if processes.is_main:
@@ -109,7 +108,7 @@ class CheckpointManager:
     def _is_lost(self) -> bool:
         """Whether the run's directory is no longer at its path. Ask before writing or deleting anything there."""
         try:
-            return not os.path.samestat(os.fstat(self._descriptor), self._run_dir.stat())
+            return not os.path.samestat(self._run_dir_status, self._run_dir.stat())
         except OSError as error:  # any other is the disk's, and may pass
             return isinstance(error, FileNotFoundError | NotADirectoryError)
 
@@ -136,14 +135,14 @@ class CheckpointManager:
         stop, path, deadline = self._strategy.runtime.stop, self._run_dir, time.monotonic() + RETRY_WINDOW_S
         was_requested = stop.requested  # a stop that ended training must not end the retries
         way_out = f"free some space or repair {path}; Ctrl-C gives up"
-        logger.warning("waiting    the last save is retried for %.0f s: %s", RETRY_WINDOW_S, way_out)
+        logger.warning("retrying   the last save, for up to %.0f s: %s", RETRY_WINDOW_S, way_out)
         while isinstance(self._error, OSError) and time.monotonic() < deadline and stop.requested == was_requested:
             time.sleep(RETRY_PAUSE_S)
             self._write(checkpoint, 0.0, is_retry=True)
         if getattr(self._error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) and stop.requested == was_requested:
             with suppress(UserError):  # if none is intact, none is deleted
                 if newest := newest_intact(path):
-                    logger.warning("room       for the last save, deleting checkpoints before %s", newest.name)
+                    logger.warning("deleting   checkpoints before %s, to make room for the last save", newest.name)
                     self._prune(step_of(newest), limit=1)
                     self._write(checkpoint, 0.0, is_retry=True)
 

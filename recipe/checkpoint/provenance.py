@@ -86,7 +86,7 @@ def versions() -> dict[str, str]:
 
 
 def code_sha256() -> str:
-    """Of all Python files that compute a run's numbers."""
+    """The SHA-256 of all Python files that compute a run's numbers."""
     paths = sorted(path for package in ("recipe", "eval") for path in (ROOT / package).rglob("*.py"))
     return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()
 

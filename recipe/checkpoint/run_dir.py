@@ -41,10 +41,10 @@ _ALLOWED_SUFFIXES = {".log", ".out", ".err", ".md", ".txt", ".yaml", ".yml"}
 
 
 @contextmanager
-def run_directory(path: Path, *, fresh: bool = False) -> Generator[int, None, None]:
+def run_directory(path: Path, *, fresh: bool = False) -> Generator[None, None, None]:
     """Context: the directory of a run, locked for this process; for the main process only. The operating system
-    releases the lock of a process that dies. Yields a descriptor of the directory, which can be moved, and another one
-    put in its place, while the run goes on.
+    releases the lock of a process that dies. Keeps the directory open, so that no other one gets its inode, by which
+    the run notices that it was moved or replaced.
 
     Raises UserError if the directory belongs to another process or to another program. With `fresh`, that of an earlier
     run is renamed first. A directory that is empty at the end is removed.
@@ -55,7 +55,7 @@ def run_directory(path: Path, *, fresh: bool = False) -> Generator[int, None, No
             numbered_paths = (target.with_name(f"{target.name}.old-{n}") for n in count(1))
             old_path = next(p for p in numbered_paths if not os.path.lexists(p))  # not even a broken link
             target.rename(old_path)
-        logger.info("fresh      the earlier run is kept in %s", old_path)
+        logger.info("fresh      moved the earlier run to %s", old_path)
     with ExitStack() as stack:
         with writing(path, "fix that, or choose another output_dir"):
             _check_free(path)
@@ -70,12 +70,13 @@ def run_directory(path: Path, *, fresh: bool = False) -> Generator[int, None, No
             except Timeout:
                 owner = f" ({(path / OWNER).read_text()})" if (path / OWNER).exists() else ""
                 raise UserError(
-                    f"{path}: another run writes there{owner}; wait for it, or choose another output_dir"
+                    f"{path}: another run is writing there{owner}; wait for it, stop it (`kill` lets it save a "
+                    "checkpoint), or choose another output_dir"
                 ) from None
             stack.callback(_clean_up, path, descriptor)
             replace_file(path / OWNER, f"process {os.getpid()} on {socket.gethostname()}".encode(), flush=False)
             sweep(path)
-        yield descriptor
+        yield
 
 
 def _clean_up(path: Path, descriptor: int) -> None:
@@ -118,7 +119,7 @@ def continue_from(run_dir: Path, config: dict, *, locked: bool = False) -> Path 
 # Fields that identify a run: with another value, the same step would mean other weights or other data. The path of the
 # data is not one of them: shards, which their checksums identify, may move or be streamed instead.
 _IDENTITY = (*SHAPE_FIELDS, "sequence_length", "total_batch_tokens", "seed", "optim")
-# Fields whose change is not logged.
+# Fields that a resumed run may change without a note: they affect no number.
 HARMLESS = {"config", "output_dir", "run_name", "fresh", "max_hours", "price_per_hour", "dry_run"}
 
 
@@ -149,7 +150,7 @@ def check_same_run(state: dict, config: dict, tokenizer: GPT2Tokenizer, run_dir:
         changes.pop("max_steps", None)
     for name, change in changes.items():
         if name not in HARMLESS:
-            effect = ", which has no effect: its weights are those of the checkpoint" if name == "init_from" else ""
+            effect = ", which has no effect: the weights come from the checkpoint" if name == "init_from" else ""
             logger.info("resuming with %s%s", change, effect)
     step = state["step"]
     if validation := ", ".join(changes[k] for k in ("val_data", "eval_tokens") if k in changes):

@@ -17,5 +17,5 @@ from recipe.config.fields import (
     data_sets,
     hyperparameters,
 )
-from recipe.config.mixture import counts_in, counts_of
+from recipe.config.mixture import counts_in, counts_of, entries_in
 from recipe.config.parse import check_repo_name, parse_config

@@ -70,7 +70,7 @@ class DataConfig:
     text_column: str = setting("text", "column, or key of JSON objects, that holds the text or its token ids")
     tokenizer: str = setting("gpt2", "gpt2, or the directory or Hub id of a byte-level BPE tokenizer", path=True)
     streaming: bool = setting(False, "make shards during training, a few ahead, and delete those already read")
-    disk_budget_gb: float = setting(10.0, "disk space for streamed shards on each node, in GB (10^9 bytes)", above=0)
+    disk_budget_gb: float = setting(10.0, "disk space for streamed shards on each node, in GB", above=0)
     val_fraction: float = setting(0.01, "fraction of local text held out for validation", min=0, below=1)
     val_documents: int = setting(
         0, "first documents held out for validation (0: 10,000 of a Hub data set, val_fraction of local text)", min=0
@@ -178,7 +178,7 @@ class RunConfig:
     """Where and how the run computes, and what it logs, evaluates, saves and uploads."""
 
     config: str = setting(str(DEFAULT_RECIPE.relative_to(ROOT)), "recipe: a YAML file, or a name in recipe/configs")
-    run_name: str = setting("", "name of the run (empty: the recipe's file name; of NAME/recipe.yaml, NAME)")
+    run_name: str = setting("", "name of the run (empty: the recipe's file name, or NAME for NAME/recipe.yaml)")
     output_dir: str = setting("", "directory of the run (empty: runs/<run_name>)", path=True)
     seed: int = setting(1337, "seed of the initial weights, the data order and dropout", min=0, below=2**63)
     precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] = setting(
@@ -208,7 +208,7 @@ class RunConfig:
         1000, "steps between checkpoints; end: only the one at the end, wsd's before the decay, and milestones", min=1
     )
     save_total_limit: int = setting(2, "newest checkpoints to keep, besides the best one and milestones", min=1)
-    milestone_steps: int = setting(0, "save checkpoints every so many steps that are never deleted (0: none)", min=0)
+    milestone_steps: int = setting(0, "steps between checkpoints that are never deleted (0: none)", min=0)
     push_to_hub: bool | Literal["state"] = setting(
         False,
         "upload milestones and the final checkpoint to hub_model_id during training; state: with the optimizer state "
@@ -234,7 +234,7 @@ class RunConfig:
     fresh: bool = setting(False, "move an earlier run in output_dir aside and start over")
     max_hours: float = setting(0.0, "stop with a checkpoint this many hours after each start (0: no limit)", min=0)
     price_per_hour: float = setting(0.0, "price of all devices per hour, in dollars, for the cost estimate", min=0)
-    dry_run: bool | str = setting(False, "only print the plan, memory and time, here or on devices such as 8xh100")
+    dry_run: bool | str = setting(False, "only print batch, memory and time, here or for devices such as 8xh100")
 
     @property
     def plan_device(self) -> str:

@@ -84,6 +84,11 @@ def counts_of(weights: Sequence[float]) -> list[int]:
     return counts
 
 
+def entries_in(data: dict) -> list[dict]:
+    """The data sets in a section of trainer_state.json: those of a mixture, or the only one."""
+    return data.get("mixture") or [data]
+
+
 def counts_in(dataset_name: str | list[dict]) -> list[int]:
     """`counts_of` the `dataset_name` of a flat configuration; [1000] if it names one data set."""
     if isinstance(dataset_name, str):

@@ -62,7 +62,7 @@ def parse_config(argv: list[str] | None = None) -> Config:
     shards = config.data.dataset_name
     if not (config.data.mixture or config.data.train_text) and (Path(shards).exists() or glob.glob(shards)):
         for name in sorted(flags.keys() & {*SHARD_FIELDS, "disk_budget_gb"} - {"tokenizer"}):
-            raise UserError(f"{name} is for text, but dataset_name {shards} is shards; remove --{name}")
+            raise UserError(f"--{name} applies to text, but dataset_name {shards} holds shards; remove it")
     return config
 
 
@@ -79,12 +79,12 @@ def _values(words: dict, origin: str = "") -> dict:
 def _without_replaced(recipe: dict, flags: dict) -> dict:
     """The recipe's values without those that depend on something that the command line replaces."""
     base = DEFAULTS | recipe
-    dropped = {name for name, (other, value) in REQUIRES.items() if flags.get(other, value) != value == base[other]}
+    replaced = {name for name, value in flags.items() if value != base[name]}
+    dropped = {name for name, (other, value) in REQUIRES.items() if base[other] == value and other in replaced}
     dropped -= {*LENGTH_FIELDS}  # without train_hours the run would have the default length
     if any(flags.get(name) for name in LENGTH_FIELDS):
         dropped |= {*LENGTH_FIELDS}
-    data_names = [flags[name] for name in ("train_text", "dataset_name") if flags.get(name, "") not in ("", base[name])]
-    if data_names:
+    if data_names := [flags[name] for name in ("train_text", "dataset_name") if name in replaced and flags[name]]:
         dropped |= {"dataset_name", *DATA_SET_FIELDS}
         if isinstance(data_names[0], str) and not is_on_hub(data_names[0]):
             dropped.add("streaming")  # data on this disk is prepared before training
@@ -133,7 +133,7 @@ def _flags(words: list[str]) -> dict[str, str]:
     if name.startswith("--"):
         raise UserError(f"unknown {name!r}{hint(name.removeprefix('--'), FIELDS)}")
     path = f": {unknown_words[0]!r}" if os.path.exists(unknown_words[0]) else ""  # anything else may be a secret
-    raise UserError(f"a word without a flag{path}; write --NAME VALUE, with quotes around a glob or a name with spaces")
+    raise UserError(f"unexpected argument{path}; write --NAME VALUE, and quote a glob or a name with spaces")
 
 
 class _StringLoader(yaml.SafeLoader):
@@ -211,8 +211,8 @@ def check(config: Config) -> None:
     for name, (other, required_value) in REQUIRES.items():
         if values[other] != required_value and values[name] != DEFAULTS[name]:
             raise UserError(
-                f"{name} is for {other} {required_value}, but {other} is {values[other]}; remove {name}, or "
-                f"set {other} {required_value}"
+                f"{name} needs {other} {required_value}, but {other} is {values[other]}; remove {name}, or set "
+                f"{other} {required_value}"
             )
     for entry in data_sets(data):
         _check_data(entry.data)
@@ -225,7 +225,7 @@ def _check_data(data: DataConfig) -> None:
     if data.dataset_source:
         check_repo_name(data.dataset_source, "dataset_source")
         if data.train_text:
-            raise UserError(f"dataset_source is for .bin files, but the data are {data.train_text}; remove it")
+            raise UserError(f"dataset_source is for .bin files, but {data.train_text} is text; remove dataset_source")
     if is_text(data.val_data):
         raise UserError(
             f"val_data {data.val_data} is text, but must be shards: run python -m recipe.data.prepare with "

@@ -90,7 +90,7 @@ _FALSE_FRIENDS |= {"lr_scheduler_kwargs", "token", "torch_compile_backend", "tra
 def hint(name: str, fields: Fields) -> str:
     """The end of an error message that suggests what an unknown name may mean."""
     if name in _FALSE_FRIENDS:
-        return f"; docs/migrating.md has what {name!r} is here"
+        return f"; docs/migrating.md has the name of {name!r} here"
     if close := difflib.get_close_matches(name, fields, n=1, cutoff=0.7):
         return f"; did you mean {close[0]!r}?"
     return "; see --help, or docs/migrating.md for the names in other programs"

@@ -34,8 +34,8 @@ LONGEST_PIECE = 1 << 20
 _SAFE_CUT = re.compile(r"\S(?=[ \n])")
 _BATCH_CHARS = 1 << 17  # characters that a thread tokenizes at once; more if one piece is longer
 _WAY_OUT = (
-    "is it complete, and is its text UTF-8? Unpack it, or convert it: a PDF by pdftotext, text by iconv -f ENCODING "
-    "-t UTF-8 FILE > NEW, where ENCODING is often CP1252 or UTF-16, or with -c and UTF-8, which drops bad bytes"
+    "is it complete, and UTF-8? Unpack it, or convert it: a PDF by pdftotext, text by iconv -f ENCODING -t UTF-8 FILE "
+    "> NEW, where ENCODING is often CP1252 or UTF-16; iconv -c -f UTF-8 -t UTF-8 drops invalid bytes"
 )
 _JSON_FORMAT = "expected one object per line, or in .json an array of objects"
 
@@ -61,9 +61,9 @@ class Column:
         self._separator, self._longest = re.compile("|".join(map(re.escape, separators))), max(map(len, separators))
 
     def pieces(self, row: dict, location: str, *, separated: bool) -> Iterator[tuple[int, Content]]:
-        """(index in its document, piece) of the pieces of a row, which is one document unless end-of-texts in it have
-        `separated` several; null is an empty one. `location` is where the row is, for errors. Raises UserError if the
-        column is missing, or holds neither text nor ids of the tokenizer."""
+        """Yields (index in its document, piece) for a row. A row is one document, null an empty one; if `separated`,
+        end-of-texts split it into several. `location` says where the row is, for errors. Raises UserError if the column
+        is missing, or holds neither text nor ids of the tokenizer."""
         value = self._value(row, location)
         if isinstance(value, str):
             for document in self._separator.split(value) if separated else [value]:
@@ -289,7 +289,7 @@ def _rows_of(file: io.TextIOWrapper, column: Column, path: Path) -> Iterator[tup
         for row in table:
             location = f"line {table.line_num}"
             if any(row.pop(None, [])) or row[column.name] is None:  # empty fields are harmless
-                raise UserError(f"{path}, {location}: not the header's fields; quote texts that contain {separator!r}")
+                raise UserError(f"{path}, {location}: fields unlike the header; quote texts that contain {separator!r}")
             yield location, row
     except csv.Error as error:
         location = f"{path}, line {table.reader.line_num}"

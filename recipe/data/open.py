@@ -43,8 +43,7 @@ def open_datasets(
         saved_states = states or [state] * len(entries)
         for entry, is_stream, first_window, saved in zip(entries, streamed, first_windows, saved_states, strict=True):
             data = replace(entry.data, disk_budget_gb=entry.data.disk_budget_gb / max(1, sum(streamed)))
-            batch_size = -(-batch.sequences * entry.count // MIXTURE_PERIOD)
-            settings = data.sequence_length, batch_size, run.seed, config.model.vocab_size
+            settings = data.sequence_length, _share_of_batch(batch, entry), run.seed, config.model.vocab_size
             if is_stream:
                 train, validation = _open_stream(data, settings, processes, first_window, saved, stack)
             else:
@@ -60,6 +59,15 @@ def open_datasets(
             return
         train, val = (MixedDataset(entries, parts, batch.sequences, run.seed) for parts in (train_sets, val_sets))
         yield train, val
+
+
+def _text_name(data: DataConfig) -> str:
+    return " ".join(filter(None, (data.train_text, data.dataset_config)))
+
+
+def _share_of_batch(batch: BatchPlan, entry: MixtureEntry) -> int:
+    """The most sequences of a data set in a step."""
+    return -(-batch.sequences * entry.count // MIXTURE_PERIOD)
 
 
 def _prepare_missing(data: DataConfig) -> None:
@@ -109,19 +117,18 @@ def check_dataset(entry: MixtureEntry, batch: BatchPlan, steps: int) -> None:
     """For a dry run of `steps` steps: logs how a data set would be read; prepares and downloads nothing. Raises
     UserError if it cannot be opened, and Unreachable if only the Hub knows that and does not answer."""
     data = entry.data
-    text = " ".join(filter(None, (data.train_text, data.dataset_config)))
     if data.train_text and data.val_data:
         _validation_shards(data)
     if _is_streamed(data):
-        logger.info("data       %s, streamed into %s", text, data.dataset_name)
+        logger.info("data       %s, streamed into %s", _text_name(data), data.dataset_name)
         Builder(data, readers=1).producer.source.newest()
     elif must_prepare(data):
         source = Producer(data).source
         if next(source.pieces(), None) is None:  # raises if the text cannot be read
             raise UserError(f"{source}: holds no text")
-        logger.info("data       %s, to be prepared as shards in %s", text, data.dataset_name)
+        logger.info("data       %s, to be prepared as shards in %s", _text_name(data), data.dataset_name)
     else:
-        settings = data.sequence_length, -(-batch.sequences * entry.count // MIXTURE_PERIOD), 0
+        settings = data.sequence_length, _share_of_batch(batch, entry), 0
         train, validation = _open_prepared(data, settings, steps * batch.sequences * entry.share)
         check_data([train], [validation])
 
@@ -142,8 +149,8 @@ def _open_prepared(data: DataConfig, settings: tuple[int, ...], sequences: float
     if sequences and (windows := datasets[0].windows):
         epochs, is_repetitive = sequences / windows, sequences >= 4 * windows
         # Muennighoff et al. (2023)
-        note = "; from four on, more text helps more than more steps" if is_repetitive else ""
-        logger.log(logging.WARNING if is_repetitive else logging.INFO, "epochs     %.3g of these data%s", epochs, note)
+        note = "; beyond four, more text helps more than more steps" if is_repetitive else ""
+        logger.log(logging.WARNING if is_repetitive else logging.INFO, "epochs     %.3g%s", epochs, note)
     return datasets
 
 
@@ -174,8 +181,8 @@ def _open_stream(
             if starts_now:
                 builder = BuilderProcess(data, processes.local_world_size, commit, (state or {}).get("manifest"))
                 stack.callback(builder.close)
-                text = " ".join(filter(None, (data.train_text, data.dataset_config)))
-                logger.info("data       streaming %s into %s, at most %g GB", text, out, data.disk_budget_gb)
+                message = "data       streaming %s into %s, at most %g GB"
+                logger.info(message, _text_name(data), out, data.disk_budget_gb)
                 commit = open_manifest(out).source.get("commit")
         commit = processes.broadcast_object(commit)
     if data.val_data:

@@ -18,8 +18,8 @@ from recipe.utils.errors import UserError, first_line
 class BatchLoader:
     """A process's micro-batches of `steps` in order, (micro, T + 1) int64, on the device.
 
-    One thread reads two steps ahead: verifying a shard, reading it and copying into pinned memory overlap with the
-    step.
+    One thread reads two steps ahead, so that verifying a shard, reading it and copying it into pinned memory overlap
+    with training.
     """
 
     def __init__(

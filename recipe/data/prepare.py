@@ -83,9 +83,9 @@ def must_prepare(data: DataConfig) -> bool:
         return False
     if not isinstance(producer.source, TextFiles):
         raise UserError(
-            f"{data.train_text}, on the Hub because this disk has no such path, is not prepared in {data.dataset_name} "
-            "yet; first run python -m recipe.data.prepare with the same flags, or pass --streaming true, to tokenize "
-            "while the model trains"
+            f"{data.train_text} (on the Hub: this disk has no such path) is not prepared in {data.dataset_name} yet; "
+            "run python -m recipe.data.prepare with the same flags first, or pass --streaming true to tokenize while "
+            "the model trains"
         )
     return True
 
@@ -120,11 +120,9 @@ def _progress(producer: Producer) -> Generator[None, None, None]:
 
 
 def _summary(manifest: Manifest) -> str:
-    tokens = ", ".join(f"{manifest.tokens(split):,} {split}" for split in ("train", "val"))
-    return (
-        f"{plural(len(manifest.shards), 'shard')}, {tokens} tokens{manifest.validation}, "
-        f"{plural(manifest.documents, 'document')}"
-    )
+    train, val = (f"{manifest.tokens(split):,}" for split in ("train", "val"))
+    sizes = plural(len(manifest.shards), "shard"), plural(manifest.documents, "document")
+    return f"{' of '.join(sizes)}: {train} training and {val} validation tokens{manifest.validation}"
 
 
 if __name__ == "__main__":

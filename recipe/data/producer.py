@@ -200,7 +200,7 @@ class Producer:
 
     def _complete(self) -> None:
         if not self.manifest.of("train"):
-            detail = " besides the documents for validation; lower val_documents" if self.manifest.of("val") else ""
+            detail = " beyond the held-out documents; lower val_documents" if self.manifest.of("val") else ""
             raise UserError(f"{self.source}: holds no text{detail}")
         if self.val_fraction and not self._spread:
             self._hold_out_end()
@@ -254,24 +254,30 @@ class Producer:
         self._leftover, self._runs = None, self._read(split, position)
 
     def _read(self, split: str, position: dict) -> Iterator[Run]:
-        """Yields the documents of a split from a position on; for training, those that equal no held-out one."""
+        """Yields the tokens of a split from a position on, piece by piece."""
+        for number, pieces in self._documents(split, position):
+            offset = 0
+            for piece, tokens in pieces:
+                skip = max(0, position["tokens"] - offset) if number == position["document"] else 0
+                if skip < len(tokens):
+                    yield {"document": number, "tokens": offset + skip, "stream": piece.stream}, tokens[skip:]
+                offset += len(tokens)
+
+    def _documents(self, split: str, position: dict) -> Iterator[tuple[int, Iterator[tuple[Piece, np.ndarray]]]]:
+        """Yields the number of each document, from that of a position on, and its pieces with their tokens, after an
+        end-of-text; for training, those that equal no held-out one."""
         is_filtered = split == "train" and (self.val_documents or self._spread)
         digests, max_bytes = self._held_out() if is_filtered else (set(), 0)
         pieces = tokenized(self._pieces_from(split, position), self.tokenizer)
         end_of_text = np.array([self.tokenizer.end_of_text], DTYPE)
         for number, group in groupby(pieces, key=lambda piece: piece[0].document):
-            first_piece, tokens = next(group)
-            head, offset = [(first_piece, np.concatenate([end_of_text, tokens]))], 0
-            while sum(tokens.nbytes for _, tokens in head) <= max_bytes and (piece := next(group, None)):
+            first_piece, tokens = next(document := iter(group))
+            head = [(first_piece, np.concatenate([end_of_text, tokens]))]
+            # A document longer than all held-out ones equals none, so the rest of it need not be in memory.
+            while sum(tokens.nbytes for _, tokens in head) <= max_bytes and (piece := next(document, None)):
                 head.append(piece)
-            if digests and _digest(b"".join(tokens.tobytes() for _, tokens in head)) in digests:
-                continue
-            for piece, tokens in chain(head, group):
-                skip = max(0, position["tokens"] - offset) if number == position["document"] else 0
-                if skip < len(tokens):
-                    run_position = {"document": number, "tokens": offset + skip, "stream": piece.stream}
-                    yield run_position, tokens[skip:]
-                offset += len(tokens)
+            if not digests or _digest(b"".join(tokens.tobytes() for _, tokens in head)) not in digests:
+                yield number, chain(head, document)
 
     def _held_out(self) -> tuple[set[bytes], int]:
         """The digests of the held-out documents, which may not fit into memory themselves, and the longest's bytes."""

@@ -33,11 +33,11 @@ _RETRY_HINT = "fix that; the same command continues after the last finished shar
 
 @dataclass(frozen=True)
 class Shard:
-    """A file of token ids, and how many it has."""
+    """A file of token ids, its number of tokens and its checksum."""
 
     path: Path
     tokens: int
-    sha256: str | None  # of the file; None until it is first read if no manifest has it
+    sha256: str | None  # None without a manifest, until the file is first read
 
 
 def open_shard(shard: Shard) -> ShardReader:
@@ -154,8 +154,8 @@ class Manifest:
 
     @property
     def validation(self) -> str:
-        """Which part of the text was held out, if the preparation chose it: " (the end)"."""
-        return f" ({self.options['validation']})" if "validation" in self.options else ""
+        """Which part of the text was held out, if the preparation chose it: " (of the text: the end)"."""
+        return f" (of the text: {self.options['validation']})" if "validation" in self.options else ""
 
     def tokens(self, split: str) -> int:
         """Tokens in the shards of a split."""

@@ -68,7 +68,7 @@ def survey(
     with tempfile.NamedTemporaryFile("w", dir=directory, encoding="utf-8") as out:
         for number, content in enumerate(piece.content for piece in source.pieces()):
             if not isinstance(content, str):
-                raise UserError(f"--text {name} holds token ids, and best.py reads text; write a recipe for it")
+                raise UserError(f"--text {name} holds token ids, but best.py needs text; write a recipe for it")
             if number % stride == 0:
                 kept_bytes += len(content.encode())
                 out.write(f"{content}<|endoftext|>" if stride > 1 else "")

@@ -26,8 +26,8 @@ class Device:
     count: int = 1  # devices that this process drives: more than one only for the TPU cores behind one process
     memory: int | None = None  # bytes of each device's own memory; None if it has none or it is not known
     peak_flops: float | None = None  # of all `count` in FLOP/s; None if it is not known
-    attention: Callable | None = None  # replaces the model's own
-    checkpoint: Callable | None = None  # the same
+    attention: Callable | None = None  # replaces SDPA
+    checkpoint: Callable | None = None  # replaces torch's activation checkpointing
     adamw: str = "fused"  # which of torch's implementations of AdamW
     pad_vocab_to: int = 1  # the head's row count is rounded up to a multiple of this
     eval_multiples: tuple[int, int, int] = (1, 1, 1)  # to which evaluations pad sequences, positions, scored tokens

@@ -55,8 +55,8 @@ DEVICES = {
     "T4": DataSheet(65e12, 16, bf16=False),
     "V100": DataSheet(125e12, 16, bf16=False),
     "V100 32GB": DataSheet(125e12, 32, bf16=False),
-    # Nvidia's papers on GA102, AD102 and RTX Blackwell; of a GeForce that is in none of them, what their figures are for
-    # the others: multiprocessors x 512 FLOP x boost clock
+    # Nvidia's papers on GA102, AD102 and RTX Blackwell. For a GeForce that they do not list: multiprocessors x 512 FLOP
+    # x boost clock, which gives their figures for the others.
     "RTX A6000": DataSheet(154.8e12, 48),
     "RTX 6000 ADA": DataSheet(364.2e12, 48),
     "RTX PRO 6000": DataSheet(503.8e12, 96),
@@ -139,7 +139,7 @@ def named_devices(text: str) -> tuple[int, str]:
             for family in ("", "RTX ", "TPU "):
                 if (device := f"{family}{variant}") in DEVICES:
                     return int(count), device
-    raise UserError(f"{text!r} is not a known device; use one of {', '.join(DEVICES)}; M1, M2 ... are Apple's")
+    raise UserError(f"{text!r} is not a known device; use one of {', '.join(DEVICES)} (M1 and M2 are Apple's)")
 
 
 def set_up_allocator() -> None:

@@ -18,13 +18,19 @@ from recipe.utils.errors import ExitCode, Lasting, UserError, may_pass
 from recipe.utils.redaction import redact
 from recipe.utils.units import plural
 
-EXIT_GRACE_S = 20  # within which the process that prints an error must have ended; processes start at different times
+EXIT_GRACE_S = 20  # a silent process waits this long for the one that prints: processes start at different times
 
 # Messages of gloo and NCCL if the process at the other end of a connection, or its node, has died.
 _LOST_PEER = re.compile(
     r"^\[\S*gloo/transport/\S*\] (?P<gloo>.*?)(\. This is typically.*)?$|"
     r"^.*?(?P<nccl>ncclRemoteError|remote process exited|Connection (reset|closed) by (remote )?peer).*$",
     re.MULTILINE,
+)
+
+_LOST = (
+    "\nlost       another process of this run, or its node, is gone or does not answer ({}); its own output has the "
+    "cause. The same command on every node, without --fresh, or torchrun's next restart continues from the last "
+    "checkpoint"
 )
 
 # Options of `accelerate launch`, and what decides in their place.
@@ -76,6 +82,12 @@ def max_restarts() -> int:
     return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
 
 
+def _lost_peer(error: Exception) -> str:
+    """What gloo or NCCL reports of the loss of another process; empty for other errors."""
+    match = _LOST_PEER.search(str(error))
+    return (match["gloo"] or match["nccl"]) if match else ""
+
+
 def fail(error: Exception) -> int:
     """Prints an error on standard error, once a node, and returns the exit code; one of several processes ends with
     that code instead of returning. Re-raises `error` unless it is a UserError, an OSError or the loss of a process.
@@ -89,15 +101,9 @@ def fail(error: Exception) -> int:
     message, code = f"error: {error}", ExitCode.USER_ERROR
     is_distributed = int(os.environ.get("WORLD_SIZE", 1)) > 1
     if not isinstance(error, UserError | OSError):
-        lost_peer = _LOST_PEER.search(str(error))
-        if not (is_distributed and lost_peer):  # with one process it was some other connection
+        if not (is_distributed and (cause := _lost_peer(error))):  # with one process it was some other connection
             raise error
-        code = ExitCode.RUN_AGAIN
-        message = (
-            "\nlost       another process of this run, or its node, is gone or does not answer "
-            f"({lost_peer['gloo'] or lost_peer['nccl']}); its own output has the cause. The same command on every "
-            "node, without --fresh, or torchrun's next restart continues from the last checkpoint"
-        )
+        message, code = _LOST.format(cause), ExitCode.RUN_AGAIN
     if is_distributed and not is_local_main_process():
         if StopSignal.received and code == ExitCode.RUN_AGAIN:  # the launcher is ending all of them: that lost the peer
             os._exit(code)
@@ -119,12 +125,13 @@ def check_launch() -> None:
     has_xla, torch_tpu_installed = is_torch_xla_available(), find_spec("torch_tpu") is not None
     xla_has_device = has_xla and ("PJRT_DEVICE" in os.environ or has_tpu())  # otherwise it would use the CPU
     if wants_tpu() and not xla_has_device and not has_torch_tpu():
+        packages = ["torch_xla"] * has_xla + ["torch_tpu"] * torch_tpu_installed
         origin, way_out = "the Accelerate file", "use another file, such as accelerate_configs/single.yaml"
         if os.environ.get("PJRT_DEVICE") == "TPU":
             origin, way_out = "PJRT_DEVICE=TPU", "unset PJRT_DEVICE"
         raise UserError(
-            f"{origin} asks for a TPU, which cannot be used: found {'a' if has_tpu() else 'no'} chip, "
-            f"{'' if has_xla else 'no '}torch_xla, {'' if torch_tpu_installed else 'no '}torch_tpu. "
+            f"{origin} asks for a TPU, which cannot be used: found {'a' if has_tpu() else 'no'} chip, and "
+            f"{', '.join(packages) or 'neither torch_xla nor torch_tpu'}. "
             f"On a machine with a TPU run pip install -e '.[tpu]'; elsewhere {way_out}"
         )
     has_gpu = torch.version.cuda is not None and Path("/dev/nvidia0").exists()
@@ -167,6 +174,6 @@ def check_accelerator(accelerator: Accelerator, supported: tuple[DistributedType
         value = os.environ.get(f"ACCELERATE_{option.upper()}", "none")
         if value.lower() not in ("none", "no", "false", "1", precision):
             raise UserError(
-                f"the launch sets {option} {value}, which would not be used; remove it, from its Accelerate file too: "
-                f"{decides} decides that"
+                f"the launch sets {option} {value}, which has no effect: {decides} decides that; remove it from the "
+                "command and from the Accelerate file"
             )

@@ -20,7 +20,7 @@ class Runtime:
         optimizers: the only supported values of `optim`; empty if all are supported.
         no_compile: why torch.compile is ignored; empty if it is not.
         stop: the signals that this process has received.
-        decays: after Interrupted, whether only a process's clock stopped the run, so that wsd's decay begins.
+        decays: after Interrupted, whether it was the clock of train_hours that stopped the run, and no signal.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Runtime:
         StopSignal.stepping = True
 
     def _agree(self, *, late: bool, failed: bool = False) -> bool:
-        """Whether any process is `late`. Raises Interrupted."""
+        """Whether any process is `late`. Raises Interrupted on all if one asks to stop, or has `failed`."""
         asked = self.stop.heartbeat()
         flags = torch.tensor([STOP if failed else asked, late], dtype=torch.int32)
         if self.processes.hosts is not None:

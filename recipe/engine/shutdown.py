@@ -37,7 +37,7 @@ class StopSignal:
             reported without an instance.
         stepping: whether the first step has begun: `max_hours` never ends a run before it, because a run that is
             restarted again and again must make progress each time.
-        complete: whether the run is, and all of it saved: what a signal may end then is only the wait for uploads.
+        complete: whether the run is finished and saved: from then on a signal only ends the wait for uploads.
         requested: whether this process has been asked to stop.
     """
 
@@ -91,7 +91,8 @@ class StopSignal:
         while True:
             if select.select([read_fd], [], [], POLL_S)[0]:
                 self._handle_signal(os.read(read_fd, 1)[0])
-            if launcher and os.getppid() != launcher:  # killed, as by kill -9; this process would go on by itself
+            # Killed, as by kill -9: this process would go on by itself. After a signal it died of the same Ctrl-C.
+            if launcher and not self.received and os.getppid() != launcher:
                 launcher = None
                 os.kill(os.getpid(), signal.SIGTERM)
             if self._signal_time < math.inf and self._reached_boundary and not self.requested:

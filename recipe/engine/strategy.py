@@ -85,7 +85,7 @@ class Strategy:
     def prepare(
         self, model: nn.Module, optimizer: Optimizer, batch: BatchPlan, config: OptimizerConfig
     ) -> tuple[nn.Module, Optimizer]:
-        """Returns the wrapped (model, optimizer) to train with. A collective call. Raises UserError if unsupported."""
+        """Returns the wrapped (model, optimizer) to train with. A collective call."""
         self._max_grad_norm = config.max_grad_norm
         self.spike_filter = SpikeFilter(self.device.torch_device, config)
         return self._wrap(model, optimizer, batch)

@@ -153,7 +153,7 @@ def recipe(size: Size, text: Text, tokens: float, devices: int) -> Fields:
         "micro_batch_size": ("auto", "as many as fit"),
         "optim": ("muon", "needs half of AdamW's tokens, docs/results.md"),
         "muon_learning_rate": (rounded(min(0.02, 0.01 * max(1, batch / 4096) ** 0.5)), "more for a batch above 4,096"),
-        "muon_weight_decay": (0.02, "no other was better in a run this short"),
+        "muon_weight_decay": (0.02, "other values were not better in runs this short"),
         "learning_rate": (rounded(0.012 * max(1, width / 128) ** -0.7), "of embeddings; lower for a wider model"),
         "adam_beta1": (0.8, "as tuned beside Muon, docs/log.md"),
         "adam_beta2": (0.99 if batch < 65_536 else 0.95, "longer where a batch has few of the rare tokens"),
@@ -162,7 +162,7 @@ def recipe(size: Size, text: Text, tokens: float, devices: int) -> Fields:
         "decay_fraction": (0.6, "as tuned, docs/log.md"),
         "eval_steps": (interval, "three times on the way, and at the end"),
         "eval_tokens": (max(32_768, min(10_485_760, int(tokens / 40))), "a fortieth of the run, each time"),
-        "save_steps": (interval, "where it is evaluated, too: the best checkpoint is kept"),
+        "save_steps": (interval, "as often as it is evaluated: the best checkpoint is kept"),
         "logging_steps": (max(1, min(50, steps // 40)), "forty lines or more"),
     }
     if text.tokens == math.inf:
@@ -185,7 +185,7 @@ def config_of(fields: Fields, *flags: str) -> Config:
 
 
 def rounded(value: float) -> float:
-    """To two digits."""
+    """A value with two significant digits."""
     return float(f"{value:.2g}")
 
 

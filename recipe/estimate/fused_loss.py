@@ -37,7 +37,7 @@ def fused_loss(config: Config, strategy: Strategy) -> tuple[Config, str]:
     if processes.anywhere(not supported):
         return config.replace(fused_loss=False), ""
     if config.run.dry_run:
-        return config.replace(fused_loss=True), "loss       fused kernel, if the run finds it right and faster"
+        return config.replace(fused_loss=True), "loss       fused kernel, if a trial finds it correct and faster"
     state = newest_state(config.run) if processes.is_main else {}
     is_same_chip = bool(state) and state["about"][-1]["device"] == device.chip
     fused = processes.broadcast_object(state["config"].get("fused_loss") if is_same_chip else None)
@@ -48,7 +48,7 @@ def fused_loss(config: Config, strategy: Strategy) -> tuple[Config, str]:
     if processes.anywhere(bool(problem)):
         reason = problem or "the kernel fails on another process"
         return config.replace(fused_loss=False), f"loss       not fused: {reason}"
-    return config.replace(fused_loss=True), f"loss       fused kernel, checked here: {result}"
+    return config.replace(fused_loss=True), f"loss       fused kernel, checked on this device: {result}"
 
 
 def _try_kernel(config: Config, strategy: Strategy) -> tuple[str, str]:
@@ -62,7 +62,7 @@ def _try_kernel(config: Config, strategy: Strategy) -> tuple[str, str]:
         return "", f"the kernel fails here, {type(error).__name__}: {first_line(error)}"
     finally:
         hardware.reset_peak_memory(device.torch_device)
-    result = f"{max(errors):.0e} from PyTorch's, {speedup:.1f}x its speed"
+    result = f"{torch.tensor(errors).max():.0e} from PyTorch's, {speedup:.1f}x as fast"  # of NaN, nan
     is_right = errors[0] <= LOSS_TOLERANCE and errors[1] <= GRADIENT_TOLERANCE[dtype]  # False for NaN
     is_faster = speedup > 1 or config.run.deterministic  # a deterministic run must not depend on a timing
     return result, "" if is_right and is_faster else f"the kernel is {'slow' if is_right else 'wrong'} here: {result}"

@@ -40,20 +40,23 @@ def state_bytes(config: Config, world_size: int = 1, sharding: str = "", precisi
     CPU.
     """
     model, N = config.model, parameter_count(config.model)
-    states = 16 * N - 4 * _muon_parameters(config)
+    weights = gradients = 4 * N
+    moments = 8 * N - 4 * _muon_parameters(config)
+    if not sharding:  # DDP's buckets stay, and earlier micro-steps accumulate their gradients outside them
+        return weights + gradients + moments + (4 * N if world_size > 1 else 0)
     if sharding == "fsdp":
         root, block = (model.vocab_size + model.n_positions) * model.n_embd, 12 * model.n_embd**2 + 13 * model.n_embd
-        return states // world_size + (2 if precision == "bf16" else 4) * (root + 2 * block)
-    if not sharding:  # DDP's buckets stay, and earlier micro-steps accumulate their gradients outside them
-        return states if world_size == 1 else states + 4 * N
-    w = 2 if precision == "fp16" else 4
-    unsharded = w * {"zero1": 2, "zero2": 1, "zero3": 0}[sharding] * N  # weights and gradients, weights, nothing
+        gathered = (2 if precision == "bf16" else 4) * (root + 2 * block)
+        return (weights + gradients + moments) // world_size + gathered
+    w = 2 if precision == "fp16" else 4  # bytes a number of the weights and gradients that a step computes with
+    computed = 2 * w * N
+    unsharded = {"zero1": computed, "zero2": computed // 2, "zero3": 0}[sharding]  # the weights at stage 2
     if sharding == "zero3":  # gathered weights, the largest a second time; a bucket for each dtype of gradients
         buffers = w * (min(N, _ZERO3_LIVE) + model.vocab_size * model.n_embd)
         buffers += _ZERO_BUCKET * (6 if precision == "bf16" else w)
     else:  # two buckets for each dtype
         buffers = _ZERO_BUCKET * 2 * w * (2 if precision == "bf16" else 1)
-    return unsharded + (states + (2 * w - 4) * N - unsharded) // world_size + buffers
+    return unsharded + (weights + moments + computed - unsharded) // world_size + buffers
 
 
 def _muon_parameters(config: Config) -> int:

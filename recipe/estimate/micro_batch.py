@@ -1,6 +1,8 @@
 """`micro_batch_size: auto`: the largest micro-batch that fits a device, by the estimate of a step's memory; and
 `gradient_checkpointing: auto`: false where a useful micro-batch fits without."""
 
+import math
+
 from recipe.checkpoint.format import newest_state
 from recipe.config import AUTO, Config, batch_arithmetic
 from recipe.engine import hardware
@@ -22,8 +24,8 @@ def micro_batch(config: Config, strategy: Strategy) -> tuple[Config, str]:
     """`config` with a number and a bool in place of `auto`, the same on every process, and the line that explains them.
 
     Both come from the run's newest checkpoint if a step takes the same memory on the same devices; else from the
-    estimate (on a TPU at most MAX_SEQUENCES). Where the device's memory is not known, they are MAX_SEQUENCES and true.
-    A collective call. Raises UserError if not even one sequence fits.
+    estimate. Where the device's memory is not known, and on a TPU, auto takes at most MAX_SEQUENCES. A collective call.
+    Raises UserError if not even one sequence fits.
     """
     requested, switch = config.optimizer.micro_batch_size, config.run.gradient_checkpointing
     if requested != AUTO and switch != "auto":
@@ -33,22 +35,26 @@ def micro_batch(config: Config, strategy: Strategy) -> tuple[Config, str]:
     share = batch_arithmetic(single, processes.world_size, device.count).accumulation
     sizes = [n for n in range(1, share + 1) if share % n == 0] if requested == AUTO else [min(requested, share)]
     saved_choice = processes.broadcast_object(_checkpoint_choice(config, strategy) if processes.is_main else None)
+    limit = _largest_fast(config, strategy) if requested == AUTO else math.inf
+    fast_sizes = [n for n in sizes if n <= limit] or sizes[:1]
     if saved_choice and saved_choice[0] in sizes:
         (size, checkpointing), basis = saved_choice, "as in the run's newest checkpoint"
+    elif device.memory is None:
+        size, checkpointing = fast_sizes[-1], bool(switch)
+        basis = "the default of auto where the memory is not known"
     else:
-        if requested == AUTO and (device.memory is None or device.type in ("tpu", "xla")):
-            sizes = [n for n in sizes if n <= MAX_SEQUENCES]
-        if requested == AUTO and not (config.run.fused_loss is True or config.run.loss_chunk_size):
-            logits = config.data.sequence_length * config.model.vocab_size
-            sizes = [n for n in sizes if n * logits <= MAX_LOGITS] or sizes[:1]
-        if device.memory is None:
-            size, checkpointing = sizes[-1], bool(switch)
-            basis = "auto takes what fits on a GPU, and this elsewhere"
-        else:
-            size, checkpointing, basis = _choose(config, strategy, device.memory, sizes)
+        size, checkpointing, basis = _choose(config, strategy, device.memory, fast_sizes)
     suffix = f", with{'' if checkpointing else 'out'} gradient checkpointing" if switch == "auto" else ""
     line = f"micro      {plural(size, 'sequence')} a device{suffix}: {basis}"
     return config.replace(micro_batch_size=size, gradient_checkpointing=checkpointing), line
+
+
+def _largest_fast(config: Config, strategy: Strategy) -> float:
+    """Sequences in a micro-batch above which a larger one is not faster."""
+    limit = MAX_SEQUENCES if strategy.device.memory is None or strategy.device.type in ("tpu", "xla") else math.inf
+    if config.run.fused_loss is True or config.run.loss_chunk_size:
+        return limit
+    return min(limit, MAX_LOGITS // (config.data.sequence_length * config.model.vocab_size))
 
 
 def memory_kind(config: Config, strategy: Strategy) -> dict:
@@ -75,7 +81,7 @@ def _choose(config: Config, strategy: Strategy, memory: int, sizes: list[int]) -
         if not processes.anywhere(peak > budget):
             return size, checkpointing, f"{si(peak)}B of {si(memory)}B, an estimate"
     if config.optimizer.micro_batch_size != AUTO:
-        return size, True, "without it a step does not fit"
+        return size, True, "a step does not fit without it"
     raise UserError(
         f"not even one sequence per device fits: it needs about {gb(peak)}, and {gb(budget)} of the device's "
         f"{gb(memory)} may be used; {remedies(trial, batch, budget, **kind)}"

@@ -18,9 +18,7 @@ logger = logging.getLogger(__name__)
 _CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S = 10.0, 60.0  # the second also limits how long a transfer may stall
 _TRANSIENT = (408, 409, 412, 429)  # 4xx statuses after which a retry may succeed
 _LOG_IN = "log in with `hf auth login`, or set HF_TOKEN to a token that may write (huggingface.co/settings/tokens)"
-_LICENSES = (
-    "huggingface.co/docs/hub/repositories-licenses lists the licenses that hub_license, or a push's --license, may name"
-)
+_LICENSES = "set hub_license (of a push: --license) to one listed at huggingface.co/docs/hub/repositories-licenses"
 
 
 def check_access(repo: str, private: bool, license: str, field: str) -> None:
@@ -39,7 +37,7 @@ def check_access(repo: str, private: bool, license: str, field: str) -> None:
             way_out = f"; {_LOG_IN}" if isinstance(error, HfHubHTTPError) else ""
             raise UserError(f"{field} {repo}: {reason(error)}{way_out}") from None
         endpoint = redact(huggingface_hub.constants.ENDPOINT)
-        logger.warning("upload     %s cannot be used now (%s); trying again later", endpoint, reason(error))
+        logger.warning("upload     %s does not answer now (%s); trying again later", endpoint, reason(error))
 
 
 def open_repository(api: HfApi, repo: str, private: bool) -> None:
@@ -48,8 +46,8 @@ def open_repository(api: HfApi, repo: str, private: bool) -> None:
     api.auth_check(repo, write=True)
     if private and not api.repo_info(repo).private:
         raise UserError(
-            f"{repo} is a public repository, and hub_private_repo wants a private one; make it private in its "
-            "settings on the Hub, or name another"
+            f"{repo} is public, but hub_private_repo asks for a private repository; make it private in its settings on "
+            "the Hub, or name another"
         )
 
 
@@ -85,7 +83,7 @@ def reason(error: Exception) -> str:
     if status:
         text = f"HTTP {status}: {message}"
     elif _is_bad_card(error):
-        text = f"the Hub refuses the model card ({error}); {_LICENSES}"
+        text = f"the Hub rejects the model card ({error}); {_LICENSES}"
     else:  # no connection, an unreadable file, an invalid response
         text = f"{type(error).__name__}: {error}"
     return redact(" ".join(text.split()))[:400]

@@ -26,8 +26,8 @@ def checkpoints_on_the_hub(repo: str, run: Path) -> list[Path]:
 
 
 def step_of_main(repo: str, checkpoints: list[Path]) -> int | None:
-    """The step of the newest of these checkpoints that is the model on `main`, which from_pretrained loads; None if
-    there is none, 0 if `main` has no model. Raises UserError."""
+    """The step of the newest of these checkpoints whose model is that of `main`, which from_pretrained loads;
+    0 if `main` has no model, None if its model is none of theirs. Raises UserError."""
     with reading(repo, _WAY_OUT, "read from the Hub"):
         if "model.safetensors" not in (main := _model_files(repo, MAIN)):
             return 0
@@ -53,4 +53,4 @@ def fetch(repo: str, checkpoint: Path) -> None:
     with reading(f"{repo}, {branch}", _WAY_OUT, "read from the Hub"):
         snapshot_download(repo, revision=branch, local_dir=checkpoint)
     if not (checkpoint / "metrics.jsonl").is_file():
-        raise UserError(f"{repo}, {branch}: no metrics.jsonl there; only uploads of --push_to_hub state can be audited")
+        raise UserError(f"{repo}, {branch}: no metrics.jsonl; only a run with --push_to_hub state can be audited")

@@ -34,7 +34,7 @@ def export(run: Path, out: Path, *, best: bool = False, license: str = "") -> Pa
     """Writes the newest intact checkpoint of `run`, or the `best` one, or `run` itself if it is one, to `out`, which is
     a new or empty directory; returns the checkpoint. Raises UserError."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"--out {out} exists; move it away, or name another directory (make export OUT=NAME)")
+        raise UserError(f"--out {out} exists already; move it away, or name another directory (make export OUT=NAME)")
     checkpoint = choose(run, best)
     card = model_card(checkpoint, license=license)
     out.mkdir(parents=True, exist_ok=True)
@@ -53,9 +53,9 @@ def choose(run: Path, best: bool, *, to_resume: bool = False) -> Path:
     still on disk; or `run` itself if it is one. With its optimizer state only if `to_resume`. Raises UserError."""
     if (run / "manifest.json").is_file():
         if best:
-            raise UserError(f"{run} is one checkpoint, but --best chooses among a run's; name {run.resolve().parent}")
+            raise UserError(f"{run} is a single checkpoint; for --best, name {run.resolve().parent}")
         if problems := verify(run.resolve(), to_resume=to_resume):  # `run` may be a link
-            raise UserError(f"{run}: {problems[0]}; name its run to take the newest intact checkpoint")
+            raise UserError(f"{run}: {problems[0]}; name its run instead, for the newest intact checkpoint")
         return run
     if not best:
         if checkpoint := newest_intact(run, to_resume=to_resume):
@@ -66,7 +66,7 @@ def choose(run: Path, best: bool, *, to_resume: bool = False) -> Path:
         if not verify(path, to_resume=to_resume):
             logger.info("best       %s has the lowest validation loss of those kept, %.4f", path, loss)
             return path
-    reason = "none of its checkpoints is intact and was evaluated (eval_steps); omit --best to take the newest"
+    reason = "no intact checkpoint has a validation loss (eval_steps); omit --best to take the newest"
     raise UserError(f"{run}: {reason}")
 
 
@@ -76,11 +76,10 @@ def push(args: argparse.Namespace) -> ExitCode:
         raise UserError("--repo is empty; name the repository to upload to, ORG/NAME (make push REPO=ORG/NAME)")
     check_repo_name(args.repo, "--repo")
     if huggingface_hub.constants.HF_HUB_OFFLINE:
-        raise UserError("HF_HUB_OFFLINE is set; unset it where the Hub can be reached, and push there")
-    final = choose(args.run, args.best, to_resume=args.state)
+        raise UserError("HF_HUB_OFFLINE is set; unset it, on a machine that reaches the Hub")
+    final = choose(args.run, args.best)
     config = state_of(final).get("config", {})
-    state = args.state or config.get("push_to_hub") == "state"
-    if state and not args.state:
+    if state := args.state or config.get("push_to_hub") == "state":
         final = choose(args.run, args.best, to_resume=True)
     private = args.private or bool(config.get("hub_private_repo"))
     license = "" if args.no_card else args.license or config.get("hub_license", "")

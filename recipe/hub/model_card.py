@@ -15,7 +15,7 @@ from eval.common import own_results
 from eval.published import ACCURACIES, HELLASWAG_ROWS
 from eval.scores import all_scores, comparison_row, hellaswag_scores, score, table_row, text_dataset
 from recipe.checkpoint.format import state_of
-from recipe.config import SHAPE_FIELDS, UNDECIDED, ModelConfig, hyperparameters
+from recipe.config import SHAPE_FIELDS, UNDECIDED, ModelConfig, entries_in, hyperparameters
 from recipe.config.catalog import DATASETS
 from recipe.data.tokenizer import GPT2
 from recipe.estimate.memory import parameter_count
@@ -71,7 +71,7 @@ def model_card(checkpoint: Path, *, repo: str = "", license: str = "", audit: bo
         path=repo or "path/to/this/directory",
         positions=config["n_positions"],
         end_of_text=[plain(state["tokenizer"][name]) for name in ("end_of_text", "end_of_text_token")],
-        documents=not any(data.get("shards") for data in parts[-1]["data"].get("mixture", [parts[-1]["data"]])),
+        documents=not any(source.get("shards") for source in entries_in(parts[-1]["data"])),
         scores=[[plain(cell) for cell in table_row(score)] for score in scores],
         comparison=comparison,
         audit=repo if audit else "",

@@ -106,7 +106,7 @@ class Uploads:
                         raise
                     problems = [str(error)]
             if problems:
-                logger.warning("upload     %s is refused: %s: %s", branch, checkpoint, problems[0])
+                logger.warning("upload     not uploading %s: %s: %s", branch, checkpoint, problems[0])
             self.accepted[branch] = not problems
 
     def _commit(self, api: HfApi, branch: str, checkpoint: Path) -> None:
@@ -195,11 +195,11 @@ def open_uploads(config: Config, processes: Processes) -> Uploads:
     offline = huggingface_hub.constants.HF_HUB_OFFLINE
     with processes.shared_error("hub_model_id cannot be used"):
         if processes.is_main and offline:
-            logger.warning("upload     HF_HUB_OFFLINE is set, so this run uploads nothing; run make push later")
+            logger.warning("upload     HF_HUB_OFFLINE is set, so this run uploads nothing; `make push` can do so later")
         elif processes.is_main:
             check_access(run.hub_model_id, run.hub_private_repo, run.hub_license, "hub_model_id")
-            milestones = f"every {run.milestone_steps:,} steps and " if run.milestone_steps else ""
-            logger.info("upload     to %s: %sthe last checkpoint", page(run.hub_model_id), milestones)
+            which = f"one every {run.milestone_steps:,} steps and the last" if run.milestone_steps else "the last"
+            logger.info("upload     checkpoints to %s: %s", page(run.hub_model_id), which)
     if offline or not processes.is_main:
         return Uploads(run_dir)
     final = checkpoint_path(run_dir, config.optimizer.max_steps)

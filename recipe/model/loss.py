@@ -1,5 +1,5 @@
-"""Next-token cross-entropy from the hidden states and the head's weight, in fp32; every implementation gives the same
-loss.
+"""Next-token cross-entropy from the hidden states and the head's weight, in fp32. All implementations compute the same
+function, up to rounding.
 
 `_loss_sum` computes the gradients with the loss: it overwrites the logits with their gradient, all at once or chunk by
 chunk. In `plain_loss_sum` autograd, or Inductor, derives the gradients.

@@ -30,7 +30,7 @@ from recipe.utils.files import replace_file
 logger = logging.getLogger(__name__)
 Mean = Callable[[torch.Tensor], torch.Tensor]  # over all processes; a collective call
 
-AIM = 0.96  # of train_hours: the decay's length is fixed at its start, and the machine may slow down later
+AIM = 0.96  # of train_hours, as a margin: the decay cannot be shortened any more if the machine slows down
 # Columns that are null in the line of a step that did not measure them.
 _MEASURED = ("loss", "val_loss", "grad_norm", "learning_rate", "tokens_per_second", "mfu", "data_wait", "skipped_steps")
 
@@ -45,7 +45,7 @@ class Metrics:
         loss: the RunningLoss.
         tracker: the Tracker, whose state a checkpoint keeps.
         seconds, pauses: seconds of training, and of validation, saving and the like, since the run first started,
-            including the processes before a resume. The private times are counted likewise.
+            including the processes before a resume. `_first_steps` is counted in the same way.
         warning: shown on every line until it is empty.
         unwritten: the record of a step whose checkpoint is saved before its line is written.
     """
@@ -93,8 +93,8 @@ class Metrics:
         device if it reads. Raises UserError after too many skipped steps in a row."""
         if read and step > self._read_step:
             self._values, self._read_step = self._read(step), step
-        values = self._values if step == self._read_step else {}
-        return {"learning_rate": lr_at(step, self._config.optimizer)} | values if read else dict(values)
+        rate = {"learning_rate": lr_at(step, self._config.optimizer)} if read else {}
+        return rate | (self._values if step == self._read_step else {})
 
     def _read(self, step: int) -> dict:
         device, processes = self._strategy.device, self._strategy.runtime.processes
@@ -103,15 +103,14 @@ class Metrics:
         seconds, self._window_start = now - self._window_start, now
         self.seconds += seconds
         rate = (step - self._read_step) * self._config.optimizer.total_batch_tokens / seconds
+        peak = device.peak_flops and device.peak_flops * processes.world_size
         return {
             "loss": loss,
             "grad_norm": self._grad_norm.item(),
             "learning_rate": lr_at(step - 1, self._config.optimizer),
             "tokens_per_second": rate,
             "data_wait": self._batches.waited() / seconds,
-            "mfu": rate * self._flops_per_token / (device.peak_flops * processes.world_size)
-            if device.peak_flops
-            else None,
+            "mfu": rate * self._flops_per_token / peak if peak else None,
             "skipped_steps": self._strategy.spike_filter.check(step),
         }
 
@@ -244,7 +243,9 @@ class MetricsLog:
                 numbered_paths = (path.with_name(f"metrics.old-{n}.jsonl") for n in count(1))
                 old_path = next(p for p in numbered_paths if not os.path.lexists(p))
                 path.rename(old_path)
-                logger.warning("note       starts over without a checkpoint; the earlier curve is kept in %s", old_path)
+                logger.warning(
+                    "note       no checkpoint: the run starts over; the earlier curve is kept in %s", old_path
+                )
             replace_file(path, b"".join(lines.values()))
             self._file = path.open("ab", buffering=0)
         self._unwritten = b""  # what a full disk has refused
@@ -268,7 +269,7 @@ class MetricsLog:
                 self._has_failed = False
             except OSError as error:
                 if not self._has_failed:
-                    logger.warning("WARNING    %s cannot be written (%s)", self._path, error.strerror)
+                    logger.warning("WARNING    %s cannot be written (%s); trying again", self._path, error.strerror)
                 self._has_failed = True
 
     def text(self) -> bytes:

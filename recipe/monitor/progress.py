@@ -29,7 +29,7 @@ _NOT_ON_BAR = {"learning_rate", "val_loss"}  # to fit 80 columns; validation los
 
 
 class Progress:
-    """A bar in tokens on a terminal, otherwise a line for each record; silent unless `show`."""
+    """A progress bar in tokens on a terminal, otherwise a line for each record; prints nothing unless `show`."""
 
     def __init__(self, steps: int, step_tokens: int, first_step: int, *, hours: float = 0.0, show: bool):
         """For a run of `steps` steps of `step_tokens` tokens each, or of `hours`, that starts after `first_step`."""

@@ -42,7 +42,7 @@ def describe(config: Config, batch: BatchPlan, strategy: Strategy, auto_lines: S
     yield from _mixture(config)
     yield _model(config)
     if config.model.init_from:
-        yield f"weights    of {config.model.init_from} at step 0"
+        yield f"weights    initialized from {config.model.init_from}"
     yield _device(config, strategy)
     yield _engine(config, strategy)
     yield _batch(config, batch)
@@ -53,7 +53,8 @@ def describe(config: Config, batch: BatchPlan, strategy: Strategy, auto_lines: S
     yield _disk(config)
     if not config.undecided:
         yield _forecast(config, batch, strategy)
-    yield from (f"note       {note}" for note in _notes(config, strategy))
+    notes = (*_disk_notes(config), *_launch_notes(strategy), *_device_notes(config, strategy))
+    yield from (f"note       {note}" for note in notes)
 
 
 def _mixture(config: Config) -> Iterator[str]:
@@ -117,9 +118,9 @@ def _memory(config: Config, batch: BatchPlan, strategy: Strategy) -> Iterator[st
     total = f" of {gb(available)}" if available else ""
     yield f"memory     about {si(memory.peak)}B a device (estimate){total}: {parts}"
     if available and memory.peak > (limit := HEADROOM * available):
-        verdict = "is tight and may fit" if memory.peak <= TIGHT * limit else "does not fit"
+        verdict = "tight, but it may fit" if memory.peak <= TIGHT * limit else "it does not fit"
         advice = remedies(config, batch, limit, **kind)
-        yield f"           which {verdict}: {gb(limit)} are for tensors; {advice}"
+        yield f"           {verdict}: {gb(limit)} are left for tensors; {advice}"
 
 
 def _disk(config: Config) -> str:
@@ -136,28 +137,40 @@ def _stream_bytes(config: Config, directory: Path) -> float:
     return max(0.0, config.data.disk_budget_gb * 1e9 - used) if outs else 0.0
 
 
-def _notes(config: Config, strategy: Strategy) -> Iterator[str]:
-    """What the run does not use of this machine or of the launch, and a disk that is too small."""
-    device, directory, size = strategy.device, nearest_directory(Path(config.run.output_dir)), checkpoint_bytes(config)
-    if not config.run.plan_device and (free := shutil.disk_usage(directory).free) < size:
+def _disk_notes(config: Config) -> Iterator[str]:
+    """A disk that is too small for the checkpoints."""
+    if config.run.plan_device:
+        return
+    directory, size = nearest_directory(Path(config.run.output_dir)), checkpoint_bytes(config)
+    free = shutil.disk_usage(directory).free
+    if free < size:
         problem = f"{si(free)}B free in {directory}, but a checkpoint takes {si(size)}B"
         yield f"{problem}: no step can be saved; free some space, or choose another output_dir"
-    elif not config.run.plan_device:
-        saved = [] if config.run.fresh else checkpoints(Path(config.run.output_dir))  # --fresh moves them on this disk
-        missing, stream = max(0, checkpoint_count(config) - len(saved)) * size, _stream_bytes(config, directory)
-        if free < missing + stream:
-            problem = f"{si(free)}B free in {directory}, but checkpoints may take {si(missing)}B"
-            problem += f" and the stream {si(stream)}B (disk_budget_gb)" if stream else ""
-            yield f"{problem}: free some space, lower save_total_limit, or choose another output_dir"
+        return
+    saved = [] if config.run.fresh else checkpoints(Path(config.run.output_dir))  # --fresh moves them on this disk
+    missing, stream = max(0, checkpoint_count(config) - len(saved)) * size, _stream_bytes(config, directory)
+    if free < missing + stream:
+        problem = f"{si(free)}B free in {directory}, but checkpoints may take {si(missing)}B"
+        problem += f" and the stream {si(stream)}B (disk_budget_gb)" if stream else ""
+        yield f"{problem}: free some space, lower save_total_limit, or choose another output_dir"
+
+
+def _launch_notes(strategy: Strategy) -> Iterator[str]:
+    """Processes that were meant to train together, but each train alone."""
     tasks = max(int(os.environ.get(name, 1)) for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"))
     if tasks > 1 == strategy.runtime.processes.world_size:
         yield f"mpirun or srun has started {tasks} processes, each of which trains alone; use accelerate launch"
     is_alone = "ACCELERATE_MIXED_PRECISION" in os.environ and "WORLD_SIZE" not in os.environ  # with Accelerate
-    if device.type == "cpu" and is_alone and "MASTER_PORT" in os.environ:
+    if strategy.device.type == "cpu" and is_alone and "MASTER_PORT" in os.environ:
         yield (  # distributed_type MULTI_CPU or NO with num_processes 2: Accelerate 1.15 leaves the rest to mpirun
             "Accelerate has started one process, though its settings are for several; accelerate_configs/ddp.yaml "
             "starts several, on the CPU with ACCELERATE_USE_CPU=true"
         )
+
+
+def _device_notes(config: Config, strategy: Strategy) -> Iterator[str]:
+    """Hardware that is busy or idle, and what this run does not use of it."""
+    device = strategy.device
     if device.type == "cpu" and (busy := hardware.cores_in_use()) > 0.5:
         yield f"other programs use {busy:.1f} of {os.cpu_count()} cores, which slows this run"
     if device.type == "cpu" and (has_tpu() or has_torch_tpu()):
@@ -178,7 +191,7 @@ def _forecast(config: Config, batch: BatchPlan, strategy: Strategy) -> str:
     expected = expected_flops(device, batch.world_size, config.model, flops, auto=run.precision == "auto")
     if not expected:
         unknown_value = "the peak of this device" if not device.peak_flops else f"its peak in {device.precision}"
-        return f"time       {unknown_value} is not known; the progress shows it after the first steps"
+        return f"time       unknown, as is {unknown_value}; the progress shows it after the first steps"
     low, high, basis = expected
     times = [opt.max_steps * flops / speed for speed in dict.fromkeys((high, low))]
     estimate = " to ".join(map(duration, times))

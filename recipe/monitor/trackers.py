@@ -100,7 +100,7 @@ class Tracker:
         except Exception as error:
             self._tracker = None
             reason = redact(first_line(error))
-            logger.warning("WARNING    %s: %s; the run goes on without it, metrics.jsonl has all", self._name, reason)
+            logger.warning("WARNING    %s: %s; the run goes on without it; metrics.jsonl has all", self._name, reason)
 
     def _started(self, *arguments, **options) -> GeneralTracker:
         tracker = LOGGER_TYPE_TO_CLASS[self._name](*arguments, **options)

@@ -115,4 +115,4 @@ def secret(name: str) -> bool:
 def summary(run_dir: str | Path) -> str:
     """Where the run is, and which of the notebook's commands failed, if any."""
     failures = "".join(f"\nFAILED     {command}" for command in FAILED)
-    return f"{'not everything worked' if failures else 'all done'}; the run is in {run_dir}{failures}"
+    return f"{'some commands failed' if failures else 'all done'}; the run is in {run_dir}{failures}"

@@ -90,8 +90,8 @@ def named_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dic
 def load_named_state(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, torch.Tensor], steps: int
 ) -> None:
-    """Restores the optimizer state after `steps` steps from the tensors of `named_state` (KeyError for a missing
-    name)."""
+    """Restores the optimizer state after `steps` steps from the tensors of `named_state`. Raises KeyError if one is
+    missing."""
     if not tensors:
         return
     # A fused or capturable AdamW keeps its step on the parameter's device.

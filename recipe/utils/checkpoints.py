@@ -9,6 +9,7 @@ from stat import S_ISLNK, S_ISREG
 
 from recipe.utils.errors import UserError, reading
 from recipe.utils.files import sha256_of
+from recipe.utils.schema import COUNT, check
 
 _NAME = re.compile(r"step_(\d{8,})")
 
@@ -65,18 +66,11 @@ def manifest_of(checkpoint: Path) -> dict[str, tuple[int, str]]:
     """{file name: (bytes, SHA-256)} from a checkpoint's manifest.json. Raises UserError if it is missing or damaged, or
     names a file outside the checkpoint."""
     try:
-        entries = json.loads((checkpoint / "manifest.json").read_bytes())["files"]
-        files = {name: (int(entry["bytes"]), str(entry["sha256"])) for name, entry in entries.items()}
-    except (
-        FileNotFoundError,
-        ArithmeticError,
-        ValueError,
-        TypeError,
-        LookupError,
-        AttributeError,
-        RecursionError,
-    ) as error:
+        manifest = json.loads((checkpoint / "manifest.json").read_bytes())
+        check(manifest, {"files": {...: {"bytes": COUNT, "sha256": str}}})
+    except (FileNotFoundError, ValueError, RecursionError) as error:
         raise UserError(f"manifest.json is missing or damaged ({type(error).__name__})") from None
+    files = {name: (entry["bytes"], entry["sha256"]) for name, entry in manifest["files"].items()}
     if outside_names := [name for name in files if name in ("", "..") or Path(name).name != name]:
         raise UserError(f"manifest.json names {outside_names[0]!r}, which is not a file of this directory")
     return files

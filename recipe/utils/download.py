@@ -50,7 +50,7 @@ def on_this_disk(name: str, field: str, patterns: list[str], required: str) -> s
     except HFValidationError:
         raise UserError(f"{problem} cannot be a name on the Hub; {way_out}") from None
     except RepositoryNotFoundError as error:
-        raise UserError(f"{problem} the Hub has no such model for you ({first_line(error)}); {way_out}") from None
+        raise UserError(f"{problem} the Hub does not show you such a model ({first_line(error)}); {way_out}") from None
     except Exception as error:  # offline: from httpx or httpx2, depending on huggingface_hub's version
         try:
             return snapshot_download(name, allow_patterns=patterns, local_files_only=True)

@@ -17,16 +17,16 @@ class Unreachable(UserError):
 
 
 class Lasting(UserError):
-    """An error in the middle of a run that a restart would meet again or, where the run's directory was moved, would
-    answer by starting over."""
+    """An error after which an automatic restart is no use: it would meet the same error or, where the run's directory
+    was moved, start the run over."""
 
 
 _WRONG_PATH = FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError
 
 
 def may_pass(error: Exception) -> bool:
-    """Whether a disk or the Hub has failed, which may work at the next start. Libraries also raise OSError, without an
-    errno, for a file that they do not understand."""
+    """Whether an error is a failure of a disk or the Hub, which may be over at the next start. An OSError without an
+    errno is not: libraries raise it for a file that they cannot read."""
     causes = (cause for cause in (error, error.__cause__) if isinstance(cause, OSError) and cause.errno)
     return isinstance(error, Unreachable) or any(not isinstance(cause, _WRONG_PATH) for cause in causes)
 

@@ -75,7 +75,7 @@ class Processes:
             error = e
         if self.anywhere(error is not None):
             kind = Unreachable if self.anywhere(error is not None and may_pass(error)) else UserError
-            raise kind(str(error or f"{failure} on another process; its error message has the cause"))
+            raise kind(str(error or f"{failure} on another process; see its error message"))
 
     def in_turns(self, action: Callable[[], Result], failure: str) -> Result:
         """What `action` returns, which the main process calls first, then one process of each other node, then the

@@ -34,7 +34,7 @@ class ShardReader:
                 array = np.load(path, mmap_mode="r")  # which refuses pickles
             if (array.ndim, array.dtype) != (1, DTYPE):
                 problem = f"an array of {array.dtype} with {array.ndim} dimensions"
-                raise UserError(f"{path}: {problem}; of .npy files those with one dimension of uint16 are read")
+                raise UserError(f"{path}: {problem}; a .npy shard must have one dimension, of uint16")
             self._begin, self._count = array.offset, len(array)
             return
         if _is_headerless(header):
