@@ -3,11 +3,13 @@
 A notebook imports this into its own Python, in which nothing of this project is installed: standard library only.
 """
 
+import json
 import os
 import shutil
 import signal
 import subprocess
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 
 # Output is unbuffered, the notebook's plotting backend is not used, and a training run that is asked to stop gets more
@@ -19,17 +21,19 @@ _ENVIRONMENT = {
     "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "300",
 }
 _CHECKPOINTS = "step_" + 8 * "[0-9]"  # a glob of checkpoint names, which sort by step
-FAILED: list[str] = []  # commands that failed without ending the notebook
+FAILED: dict[str, str] = {}  # commands that failed without ending the notebook, by their first three words
 
 
 def run(command: str, essential: bool = True) -> bool:
     """Runs a shell command and prints its output; returns whether it completed with exit code 0.
 
     A training run that stopped with a checkpoint, at max_hours or because the cell was interrupted, reports it in its
-    output, since the launcher replaces the exit code. A failed command raises RuntimeError or, if it is not
-    `essential`, is only listed by `summary`.
+    output, since the launcher replaces the exit code. A failed command raises RuntimeError with its error message or,
+    if it is not `essential`, is only listed by `summary`.
     """
     print(f"$ {command}", flush=True)
+    program, error = " ".join(command.split()[:3]), "the command's output above names the cause"
+    FAILED.pop(program, None)
     process = subprocess.Popen(
         ["sh", "-c", command],
         start_new_session=True,  # otherwise an interrupt would reach only the launcher, or every process twice
@@ -48,6 +52,7 @@ def run(command: str, essential: bool = True) -> bool:
             for line in process.stdout:
                 print(line, end="", flush=True)
                 stopped |= line.startswith("stopped ")
+                error = line.strip() if line.startswith("error: ") else error
             break
         except KeyboardInterrupt:
             interrupted = True
@@ -56,22 +61,25 @@ def run(command: str, essential: bool = True) -> bool:
     if interrupted:
         raise KeyboardInterrupt
     if exit_code and essential and not stopped:
-        raise RuntimeError(f"exit code {exit_code}; the command's output above names the cause")
+        raise RuntimeError(f"exit code {exit_code}; {error}")
     if exit_code and not stopped:
-        FAILED.append(command)
+        FAILED[program] = command
         print(f"FAILED     exit code {exit_code}; the notebook goes on", flush=True)
     return exit_code == 0
 
 
 def restore_run(run_dir: str | Path, search_dir: str | Path) -> None:
     """Copies an earlier session's copy of this run, anywhere under `search_dir`, into `run_dir` if it has a newer
-    checkpoint. The training verifies the checkpoints and resumes from the newest intact one."""
-    run_dir = Path(run_dir)
-    checkpoints = [*run_dir.glob(_CHECKPOINTS), *Path(search_dir).glob(f"**/{run_dir.name}/{_CHECKPOINTS}")]
+    checkpoint; if `run_dir` has a run already, only a copy of that one. The training verifies the checkpoints and
+    resumes from the newest intact one."""
+    run_dir, checkpoints = Path(run_dir), [*Path(search_dir).glob(f"**/{Path(run_dir).name}/{_CHECKPOINTS}")]
+    if own_id := _run_id(run_dir):
+        checkpoints = [path for path in checkpoints if _run_id(path.parent) == own_id]
+    checkpoints = [*run_dir.glob(_CHECKPOINTS), *checkpoints]
     checkpoints = [path for path in checkpoints if (path / "manifest.json").exists()]  # which is copied last
     newest = max(checkpoints, key=lambda path: path.name, default=None)  # the first of equal ones: `run_dir`'s
     if newest is None:
-        print(f"new run    no checkpoint of it under {search_dir}")
+        print(f"new run    no checkpoint {run_dir.name}/step_... under {search_dir}")
     elif newest.parent == run_dir:
         print(f"resuming   {run_dir} from step {int(newest.name.removeprefix('step_'))}")
     else:
@@ -79,11 +87,26 @@ def restore_run(run_dir: str | Path, search_dir: str | Path) -> None:
         print(f"resuming   {newest.parent}, copied into {run_dir}")
 
 
+def _run_id(run_dir: Path) -> str | None:
+    """What tells a run from others, also from one that --fresh has started in its place; None without a checkpoint."""
+    for checkpoint in sorted(run_dir.glob(_CHECKPOINTS), reverse=True):
+        with suppress(OSError, ValueError):
+            return json.loads((checkpoint / "trainer_state.json").read_text())["tracker"]["run_id"]
+    return None
+
+
 def copy_run(source: str | Path, target: str | Path) -> None:
     """Makes `target` a copy of a run: copies what is new or has changed, by size and time, then deletes what the run's
     checkpoints no longer have. An interrupted copy leaves the previous checkpoints, and an incomplete one without its
-    manifest, which the training does not use."""
+    manifest, which the training does not use. Another run in `target` is kept beside it; a run without a checkpoint is
+    not copied."""
     source, target = Path(source), Path(target)
+    if not (run_id := _run_id(source)):
+        return
+    if _run_id(target) not in (run_id, None):
+        kept = next(path for n in count(1) if not (path := target.with_name(f"{target.name}.old-{n}")).exists())
+        target.rename(kept)
+        print(f"kept       another run of this name, now in {kept}")
     for path in sorted(source.rglob("*"), key=lambda path: (path.name == "manifest.json", path)):
         copy = target / path.relative_to(source)
         if path.is_file() and not path.relative_to(source).parts[0].startswith("."):
@@ -114,5 +137,5 @@ def secret(name: str) -> bool:
 
 def summary(run_dir: str | Path) -> str:
     """Where the run is, and which of the notebook's commands failed, if any."""
-    failures = "".join(f"\nFAILED     {command}" for command in FAILED)
+    failures = "".join(f"\nFAILED     {command}" for command in FAILED.values())
     return f"{'some commands failed' if failures else 'all done'}; the run is in {run_dir}{failures}"
