@@ -19,9 +19,11 @@ from recipe.data.shards import DTYPE, HEADER_BYTES, Manifest
 from recipe.utils.errors import UserError, may_pass
 from recipe.utils.files import replace_file
 from recipe.utils.log import set_up_logging
-from recipe.utils.redaction import redacted
+from recipe.utils.redaction import redact, redacted
 
-STATUS = ".builder.json"  # {"opened": true} once readers can start; {"error": message} if the builder fails
+# {"opened": whether readers can start}, or {"error": message} if the builder fails. Deleted if it dies, which a full
+# disk cannot prevent.
+STATUS = ".builder.json"
 POLL_S = 0.1
 _LOOKAHEAD = 8  # shards to keep ready, from the one being read on
 
@@ -115,7 +117,10 @@ def main() -> None:
         Builder(data, job["readers"]).run(job["commit"], Manifest(**saved_manifest) if saved_manifest else None)
     except (UserError, OSError) as error:
         text = str(error) if isinstance(error, UserError) else f"{out}: {error}"
-        write_json(out / STATUS, {"error": text, "may_pass": may_pass(error)})
+        try:
+            write_json(out / STATUS, {"error": text, "may_pass": may_pass(error)})
+        except OSError:  # a full disk
+            print(f"error: {redact(text)}", file=sys.stderr)
 
 
 def _end_with_parent() -> None:

@@ -40,8 +40,9 @@ class BuilderProcess:
         self.out, self._closing, self._lock = Path(data.dataset_name), False, ExitStack()
         self.out.mkdir(parents=True, exist_ok=True)
         self._lock.enter_context(directory_lock(self.out, seconds=LOCK_TIMEOUT_S))  # before touching a file in it
-        for stale_file in [self.out / STATUS, *self.out.glob(".reader-*")]:
+        for stale_file in self.out.glob(".reader-*"):
             stale_file.unlink(missing_ok=True)
+        write_json(self.out / STATUS, {"opened": False})
         python_path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         no_progress_bars = dict.fromkeys(("HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS"), "1")
         self.process = subprocess.Popen(
@@ -58,8 +59,8 @@ class BuilderProcess:
     def _watch(self) -> None:
         code = self.process.wait()
         if not self._closing and "error" not in read_json(self.out / STATUS):
-            error = f"the process that makes the shards in {self.out} died (exit code {code}); the same command resumes"
-            write_json(self.out / STATUS, {"error": error})
+            logger.warning("data       the process that makes the shards ended with exit code %d", code)
+            (self.out / STATUS).unlink(missing_ok=True)
 
     def close(self) -> None:
         """Kills the builder; the next one makes the unfinished shard again."""
@@ -75,7 +76,9 @@ def wait_for(out: Path, condition: Callable[[], object], awaited: str, closed: t
     start = time.monotonic()
     last_logged = start + _FIRST_LINE_AFTER_S - _LOG_INTERVAL_S
     while not condition():
-        if error := (status := read_json(out / STATUS)).get("error"):
+        if not (status := read_json(out / STATUS)):
+            raise UserError(f"the process that makes the shards in {out} died; the same command resumes")
+        if error := status.get("error"):
             raise (Unreachable if status.get("may_pass") else UserError)(error)
         if closed and closed.is_set():
             raise UserError("the run ended while it waited for data")

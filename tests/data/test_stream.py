@@ -115,14 +115,24 @@ def test_a_shard_stays_until_every_reader_has_passed_it(prepared, tmp_path):
         thread.join()
 
 
-def test_a_builder_that_dies_ends_the_run_which_can_be_resumed(prepared, tmp_path):
+def kill(builder: subprocess.Popen) -> None:
+    builder.kill()
+
+
+def fill_its_disk(builder: subprocess.Popen) -> None:
+    """It can write neither a shard nor its error."""
+    psutil.Process(builder.pid).rlimit(psutil.RLIMIT_FSIZE, (0, 0))
+
+
+@pytest.mark.parametrize("end", [kill, fill_its_disk])
+def test_a_builder_that_dies_ends_the_run_which_can_be_resumed(prepared, tmp_path, end):
     data = config_of(prepared, tmp_path / "s", disk_budget_gb=budget(prepared, 2))
     expected = dataset_of(prepared)
     last_step = expected.windows // BATCH - 1
     with streaming(data) as s:
         assert_rows(s, expected, range(30))
-        s.builder.process.kill()
-        with pytest.raises(UserError, match=r"that makes the shards in .*s died \(exit code -9\); the same"):
+        end(s.builder.process)
+        with pytest.raises(UserError, match=r"that makes the shards in .*s died; the same"):
             assert_rows(s, expected, range(30, last_step))
     with streaming(data, first_step=30) as s:
         assert_rows(s, expected, range(30, last_step))
