@@ -30,6 +30,7 @@ from recipe.optim.optimizer import steps_taken
 from recipe.utils.checkpoints import val_losses
 from recipe.utils.errors import Lasting, UserError, first_line, writing
 from recipe.utils.redaction import redacted
+from recipe.utils.units import plural
 
 logger = logging.getLogger(__name__)
 RETRY_WINDOW_S, RETRY_PAUSE_S = 60.0, 5.0  # how long a run's last save is retried, and the pause between attempts
@@ -130,21 +131,25 @@ class CheckpointManager:
         return processes.broadcast_object(not self._error)
 
     def _retry(self, checkpoint: Checkpoint) -> None:
-        """Retries the last save until it succeeds, the window is over or Ctrl-C ends it. If the disk is still full, it
-        then deletes the unprotected checkpoints, except for the newest intact one, and tries once more."""
-        stop, path, deadline = self._strategy.runtime.stop, self._run_dir, time.monotonic() + RETRY_WINDOW_S
-        was_requested = stop.requested  # a stop that ended training must not end the retries
-        way_out = f"free some space or repair {path}; Ctrl-C gives up"
-        logger.warning("retrying   the last save, for up to %.0f s: %s", RETRY_WINDOW_S, way_out)
+        """Retries the last save until it succeeds, RETRY_WINDOW_S is over or Ctrl-C ends it. On a full disk it first
+        deletes the unprotected checkpoints, except for the newest intact one: a stopped process may not have a
+        minute."""
+        stop, path = self._strategy.runtime.stop, self._run_dir
+        if getattr(self._error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
+            with suppress(UserError):  # if none is intact, none is deleted
+                n_before, newest = len(checkpoints(path)), newest_intact(path)
+                self._prune(step_of(newest), limit=1) if newest else None
+                if n_deleted := n_before - len(checkpoints(path)):
+                    deleted = plural(n_deleted, "checkpoint")
+                    logger.warning("deleted    %s before %s, to make room for the last save", deleted, newest.name)
+                    self._write(checkpoint, 0.0, is_retry=True)
+        deadline, was_requested = time.monotonic() + RETRY_WINDOW_S, stop.requested  # a stop must not end the retries
+        if isinstance(self._error, OSError):
+            way_out = f"free some space or repair {path}; Ctrl-C gives up"
+            logger.warning("retrying   the last save, for up to %.0f s: %s", RETRY_WINDOW_S, way_out)
         while isinstance(self._error, OSError) and time.monotonic() < deadline and stop.requested == was_requested:
             time.sleep(RETRY_PAUSE_S)
             self._write(checkpoint, 0.0, is_retry=True)
-        if getattr(self._error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) and stop.requested == was_requested:
-            with suppress(UserError):  # if none is intact, none is deleted
-                if newest := newest_intact(path):
-                    logger.warning("deleting   checkpoints before %s, to make room for the last save", newest.name)
-                    self._prune(step_of(newest), limit=1)
-                    self._write(checkpoint, 0.0, is_retry=True)
 
     def join(self) -> None:
         """Waits for the save in progress."""

@@ -107,7 +107,7 @@ def test_metrics_are_flushed_before_the_checkpoint_is_committed(run, monkeypatch
     assert run.steps == [1]
 
 
-def test_the_last_save_retries_on_a_full_disk_and_then_deletes_an_unprotected_checkpoint(run, monkeypatch, caplog):
+def test_the_last_save_on_a_full_disk_deletes_an_unprotected_checkpoint(run, monkeypatch, caplog):
     """A disk for five checkpoints: the best, a milestone, a deletable one, the newest intact one, a damaged one."""
     commit = module.save_checkpoint
 
@@ -116,8 +116,6 @@ def test_the_last_save_retries_on_a_full_disk_and_then_deletes_an_unprotected_ch
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         commit(*arguments)
 
-    monkeypatch.setattr(module, "RETRY_WINDOW_S", 0.3)
-    monkeypatch.setattr(module, "RETRY_PAUSE_S", 0.1)
     monkeypatch.setattr(module, "save_checkpoint", commit_on_full_disk)
     monkeypatch.setattr(module, "prune", lambda *a: prune(*a) if run.metrics.warning else None)
     lines = [{"step": step, "val_loss": 1.0 if step == 1 else 2.0} for step in range(1, 6)]
@@ -131,7 +129,25 @@ def test_the_last_save_retries_on_a_full_disk_and_then_deletes_an_unprotected_ch
     assert run.manager.finish()
     assert run.steps == [1, 2, 4, 5, 6]
     assert run.metrics.warning == ""
-    assert "the last save is retried for 0 s: free some space" in caplog.text
+    assert "deleted    1 checkpoint before step_00000004, to make room" in caplog.text
+    assert "retrying" not in caplog.text
+
+
+def test_the_last_save_is_retried_for_a_minute(run, monkeypatch, caplog):
+    monkeypatch.setattr(module, "RETRY_PAUSE_S", 0.1)
+    results = iter([errno.EIO, errno.EIO, None])
+    commit = module.save_checkpoint
+
+    def commit_on_broken_disk(*arguments):
+        if number := next(results):
+            raise OSError(number, os.strerror(number))
+        commit(*arguments)
+
+    monkeypatch.setattr(module, "save_checkpoint", commit_on_broken_disk)
+    run.save_and_wait(1)
+    assert run.manager.finish()
+    assert run.steps == [1]
+    assert "retrying   the last save, for up to 60 s: free some space or repair" in caplog.text
 
 
 def test_a_run_whose_directory_was_replaced_ends_and_touches_nothing_there(run, tmp_path_factory):
@@ -144,7 +160,7 @@ def test_a_run_whose_directory_was_replaced_ends_and_touches_nothing_there(run, 
         (run.directory / ".saving-step_00000003").mkdir()
         paths = sorted(run.directory.iterdir())
         assert run.manager.finish()  # which would prune
-        with pytest.raises(Lasting, match=f"^{run.directory} was moved or replaced while this run was going on"):
+        with pytest.raises(Lasting, match=f"^{run.directory} was moved or replaced during this run"):
             run.save(4)
         run.lock.close()
         assert sorted(run.directory.iterdir()) == paths

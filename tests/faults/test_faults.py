@@ -102,12 +102,12 @@ def test_a_failed_save_is_reported_and_costs_no_older_checkpoint(lab, tmp_path, 
     reports as missing."""
     run = lab.start(tmp_path, 1, fault, save_total_limit=3)
     if code:
-        run.until("the last save is retried for 60 s: free some space")
+        run.until("retrying   the last save, for up to 60 s: free some space")
         run.send_signal(signal.SIGINT)
     run.end(code)
     assert f"step 4: NOT SAVED: {reason}; " in run.output
     assert "step_00000002 is the newest checkpoint" in run.output
-    assert "room  " not in run.output
+    assert "to make room" not in run.output
     assert [step_of(path) for path in checkpoints(tmp_path / "run")] == saved_steps
     assert not list((tmp_path / "run").glob(".*step_*"))
     if code:
