@@ -9,6 +9,7 @@ Tested with torch_tpu 0.2 on XLA's CPU plugin (tests/tpu). It has not been run o
 
 import ctypes
 import os
+import signal
 import sys
 import warnings
 
@@ -32,7 +33,23 @@ _LAUNCH = "launch one process on each host, with accelerate_configs/tpu.yaml, wh
 _BACKENDS = "cpu:gloo,tpu:tpu_dist"
 # Importing torch imports torch_tpu, which takes seconds and is needed by torchrun's processes, but not by torchrun.
 _AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
-_TORCHRUN = f"import os; from torch.distributed.run import main; del os.environ['{_AUTOLOAD}']; main()"
+# SIGUSR1 says that Accelerate's launcher is gone. If it died of the Ctrl-C that torchrun got too, no further signal may
+# follow, which would be a second Ctrl-C.
+_TORCHRUN = f"""
+import os, signal
+from torch.distributed.run import main
+
+def terminate_unless_signaled(*_):
+    if {{*os.read(read_fd, 100)}} == {{signal.SIGUSR1}}:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+read_fd, write_fd = os.pipe()
+os.set_blocking(write_fd, False)
+signal.set_wakeup_fd(write_fd)  # gets the number of each signal
+signal.signal(signal.SIGUSR1, terminate_unless_signaled)
+del os.environ["{_AUTOLOAD}"]
+main()
+"""
 warnings.filterwarnings("ignore", "<TorchTpu/ApiStage/")  # all of torch.tpu is called experimental
 
 
@@ -121,6 +138,6 @@ def start_processes(multi_host: bool) -> None:
     else:
         command.append("--standalone")
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "300")  # seconds for a checkpoint after SIGTERM
-    ctypes.CDLL(None).prctl(1, 15)  # PR_SET_PDEATHSIG, SIGTERM: Accelerate's launcher passes no signal on
+    ctypes.CDLL(None).prctl(1, signal.SIGUSR1)  # PR_SET_PDEATHSIG: Accelerate's launcher passes no signal on
     sys.stdout.flush()
     os.execve(sys.executable, [*command, *sys.argv], os.environ | {_AUTOLOAD: "0"})

@@ -94,6 +94,15 @@ def test_a_second_ctrl_c_ends_the_process_at_once_wherever_it_is(start, second):
     assert "stopped at once; the same command, without --fresh, continues from the last checkpoint" in running.stdout
 
 
+def test_a_launcher_that_dies_of_the_same_ctrl_c_does_not_press_it_again(start):
+    """Accelerate's takes a second or two for it, and a step may take longer."""
+    dying = "if os.fork():\n    try: time.sleep(60)\n    finally: time.sleep(1.2)"
+    body = "while not stop.requested: time.sleep(0.01)\n    time.sleep(2.5); print('saved', flush=True)"
+    running = start(body, setup=dying, ACCELERATE_MIXED_PRECISION="no")
+    os.killpg(running.ranks[0].pid, signal.SIGINT)
+    running.until("saved")
+
+
 def test_ctrl_c_after_the_end_of_a_run_announces_no_checkpoint(start):
     running = start("StopSignal.stepping = stop.complete = True; time.sleep(1); print(stop.requested)")
     running.send_signal(signal.SIGINT)

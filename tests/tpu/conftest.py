@@ -63,10 +63,10 @@ def environment(chips: int) -> dict:
     return env | path
 
 
-def launch(line: str, *arguments, chips: int) -> subprocess.Popen:
+def launch(line: str, *arguments, chips: int, **options) -> subprocess.Popen:
     """Starts a command line on such a machine."""
     pipe, words = subprocess.PIPE, [*line.split(), *map(str, arguments)]
-    return subprocess.Popen(words, cwd=ROOT, env=environment(chips), stdout=pipe, stderr=pipe, text=True)
+    return subprocess.Popen(words, cwd=ROOT, env=environment(chips), stdout=pipe, stderr=pipe, text=True, **options)
 
 
 def train(shards, run: Path, device: str = "tpu", **fields) -> dict:

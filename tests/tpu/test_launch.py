@@ -1,5 +1,6 @@
 """Command lines as users type them, on a machine with chips and on one without."""
 
+import os
 import re
 import signal
 import time
@@ -18,7 +19,7 @@ def test_the_line_of_the_readme_without_a_chip_is_an_error():
     out, err = launch(lines[0], chips=0).communicate(timeout=300)
     errors = [line for line in err.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1
-    assert "asks for a TPU, which cannot be used: found no chip, no torch_xla, torch_tpu. " in errors[0]
+    assert "asks for a TPU, which cannot be used: found no chip, and torch_tpu. " in errors[0]
     assert out.replace("libtpu not found.\n", "") == ""
 
 
@@ -38,6 +39,20 @@ def test_two_chips_stopped_by_sigterm_take_the_steps_of_one_process(shards, on_c
     lines = train(shards, tmp_path / "run", torch_compile="true")
     assert re.search(r"resume     from step (1[2-9]|2\d)", capsys.readouterr().out)
     assert_same(stopped_lines | lines, on_cpu("adamw"))
+
+
+@pytest.mark.parametrize("chips", [1, 2])
+def test_one_ctrl_c_saves_although_a_step_takes_longer_than_the_launchers_death(shards, tmp_path, chips):
+    slow = {"total_batch_tokens": 49_152 // chips, "torch_compile": "false", "max_steps": 500, "logging_steps": 1}
+    arguments, log = settings(shards, tmp_path / "run", **slow), tmp_path / "run" / "metrics.jsonl"
+    process = launch(LINE.format("tpu"), *arguments, chips=chips, start_new_session=True)
+    while process.poll() is None and not (log.exists() and '"step": 2' in log.read_text()):
+        time.sleep(0.2)
+    os.killpg(process.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=300)
+    assert "stopping at the next step boundary, with a checkpoint" in out + err
+    assert "stopped    before the end" in out, out + err
+    assert len(list((tmp_path / "run").glob("step_*"))) == 1
 
 
 @pytest.mark.parametrize(("file", "chips", "optims"), [("tpu", 4, ("adamw", "muon")), ("tpu-fsdp", 2, ("adamw",))])
