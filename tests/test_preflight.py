@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from recipe import preflight
+from recipe.checkpoint.format import state_of
 from recipe.config import Config, parse_config
 from recipe.data.tokenizer import train_tokenizer
 from recipe.engine.factory import open_strategy
@@ -29,7 +31,7 @@ def wrong_checks(lines: dict[str, str]) -> set[str]:
     return {check for check, line in lines.items() if line.startswith("WRONG")}
 
 
-def test_a_sound_machine_passes_whatever_the_flags_of_its_run(tmp_path):
+def test_a_sound_machine_passes_whatever_the_flags_of_its_run(whole_run, tmp_path):
     runs = tmp_path / "runs"
     for name in ("killed", "running"):  # directories of two other preflights
         (runs / f".preflight-{name}").mkdir(parents=True)
@@ -49,7 +51,9 @@ def test_a_sound_machine_passes_whatever_the_flags_of_its_run(tmp_path):
     assert "tokens/s" in lines["trial"]
     assert float(re.search(r"checkpoint of (\S+) MB", lines["disk"])[1]) < 5, "with GPT-2's vocabulary it is larger"
     report = json.loads((runs / "preflight.json").read_text())
-    assert (report["passed"], report["processes"]) == (True, 1)
+    part = state_of(whole_run[0] / "step_00000020")["about"][-1]  # of a run here, whose card then names this result
+    names = ("device", "engine", "processes")
+    assert [report["passed"], *(report[name] for name in names)] == [True, *(part[name] for name in names)]
     assert report["checks"][-1]["check"] == "trial"
     assert sorted(path.name for path in runs.iterdir()) == [".preflight-running", "preflight.json"]
 
@@ -141,6 +145,67 @@ def test_a_number_of_processes_that_cannot_share_the_golden_run_still_tries_its_
 def test_sharding_engines_pass(config):
     result = ok(launch(config, 2, "recipe/preflight.py"))
     assert "losses within" in lines_of(result.stdout)["adamw fp32"]
+
+
+@pytest.mark.parametrize(("nats", "differs"), [(0.0, False), (9e-4, False), (1.1e-3, True)])
+def test_a_resumed_run_that_is_not_the_uninterrupted_one_is_named(nats, differs, whole_run, tmp_path, monkeypatch):
+    def golden_losses(directory, *_):
+        shutil.copytree(whole_run[0] / "step_00000020", directory / "step_00000020")
+        return [loss + nats for loss in preflight.losses_in(whole_run[0])]
+
+    monkeypatch.setattr(preflight, "golden_losses", golden_losses)
+    shutil.copytree(whole_run[0], tmp_path / "adamw-fp32")
+    _, problem = preflight.resumes(tmp_path, open_strategy("fp32"), {})
+    assert problem == ("what is read is not what was saved, or two runs differ" if differs else "")
+
+
+@pytest.mark.parametrize(
+    ("waits", "problem"),
+    [
+        ([0.9, 0.02, 0.04], ""),  # the first step waits for the compiler
+        ([0.0, 0.2, 0.3], "25 % of the time it waits for data: use a faster disk or network"),
+        ([0.0], "not two steps in two minutes: this device is too slow for the recipe"),
+    ],
+)
+def test_slow_data_and_a_slow_device_are_named(waits, problem, shards, tmp_path, monkeypatch):
+    line = {"tokens_per_second": 9.0, "mfu": None, "peak_memory_bytes": None}
+    lines = [line | {"data_wait": wait} for wait in waits]
+    monkeypatch.setattr(preflight, "train", lambda *_: None)
+    monkeypatch.setattr(preflight, "read_metrics", lambda path: lines)
+    config = parse_config([f"--dataset_name={shards}"])
+    assert preflight.trial(config, tmp_path, open_strategy("fp32", "m1"))[1] == problem
+
+
+@pytest.mark.parametrize(("speed", "memory", "is_slow"), [(0.7, 8e10, True), (0.9, 8e10, False), (0.7, None, False)])
+def test_a_gpu_that_is_slower_than_the_others_is_named(speed, memory, is_slow, monkeypatch):
+    """Not a process on a CPU, which shares it with the others."""
+    monkeypatch.setattr(preflight.hardware, "seconds_of", lambda call: 1.0)
+    monkeypatch.setattr(preflight, "gathered", lambda strategy, value: [value, speed * value, value, value])
+    device = SimpleNamespace(memory=memory, torch_device="meta", dtype=torch.float32, count=1, peak_flops=None)
+    measured, problem = preflight.products(parse_config([]), SimpleNamespace(device=device))
+    assert problem.startswith("process 1 is slower than the others: ") == is_slow == bool(problem)
+    assert re.fullmatch(r"[\d.]+ [GMT] to [\d.]+ [GMT]FLOP/s a process", measured)
+
+
+def test_a_check_that_hangs_is_named_and_ends_the_command(tmp_path):
+    """Here after two seconds instead of three minutes, which all checks together may take."""
+    (tmp_path / "hangs.py").write_text(
+        "import sys, threading, time\n"
+        "from recipe import preflight\n"
+        "timer = threading.Timer\n"
+        "threading.Timer = lambda seconds, *rest: timer(seconds / 90, *rest)\n"
+        "def products(*_): time.sleep(0.6)\n"
+        "def disk(*_): time.sleep(30)\n"
+        "preflight.products = preflight.attention = preflight.loss = preflight.muon = products\n"
+        "preflight.disk = disk\n"
+        "sys.exit(preflight.main())\n"
+    )
+    result = programs.run(tmp_path / "hangs.py", cwd=tmp_path)
+    assert result.returncode == 1, result.stdout + result.stderr
+    lines = lines_of(result.stdout)
+    assert wrong_checks(lines) == {"disk"}
+    assert lines["disk"].endswith(" it hangs: not finished after 180 s")
+    assert json.loads((tmp_path / "runs/preflight.json").read_text())["passed"] is False
 
 
 def test_a_full_disk_is_named_and_not_written_to(tmp_path, monkeypatch):
