@@ -207,6 +207,34 @@ def test_one_interval_that_is_different_makes_the_run_different(monkeypatch, res
     assert audited(capsys, resumed_run, "--last", 3)[0] == 1
 
 
+@pytest.mark.parametrize(
+    ("name", "rounding", "limit"),
+    [
+        ("loss", 1e-5, 8e-5),  # eight times what rounding does here
+        ("loss", 1e-8, 8e-6),
+        ("loss", 1e-4, 0.05),  # errors that have grown by themselves
+        ("loss", 0.1, 0.8),
+        ("transformer.wte.weight", 0.01, 0.5),
+        ("grad_norm", 0.01, 1.0),
+    ],
+)
+def test_a_run_may_differ_by_a_few_times_the_rounding_and_no_more(name, rounding, limit):
+    replay, replay_2 = {(20, name): 2.0}, {(20, name): 2.0 * (1 + rounding)}
+    for size, difference in ((0.95, ""), (1.05, f"{name} of step 20 is ")):
+        sentence, _ = audit.compare({(20, name): 2.0 * (1 + size * limit)}, replay, replay_2, {}, 15)
+        assert sentence.startswith(difference), (size, sentence)
+        assert bool(sentence) == bool(difference)
+
+
+def test_what_differs_after_a_change_of_the_code_accuses_nobody(run, capsys, replayed_once):
+    change_line(20, loss=2.0)(run)
+    change_record(lambda state: state["about"][-1].update(code="0" * 64), *STEPS)(run)
+    code, sentences = audited(capsys, run)
+    assert code == 69
+    assert "step 15 to 20: cannot be compared here: loss of step 20 is 2.0, and " in sentences[0]
+    assert "(code '0000" in sentences[0]
+
+
 def test_a_flipped_bit_is_found(run, capsys, replayed_once):
     change_weight(run / "step_00000020")
     code, sentences = audited(capsys, run)
