@@ -8,6 +8,7 @@ import subprocess
 import sysconfig
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from recipe.data.survey import OWN_VOCAB_SIZE, Text
 from recipe.engine.factory import open_strategy
 from recipe.estimate import forecast, scaling
 from recipe.estimate.forecast import Forecaster, recipe
+from recipe.utils.processes import Processes
 from tests import processes as programs
 from tests.conftest import ROOT, SHAKESPEARE, launch, metrics, ok, refused
 
@@ -480,3 +482,42 @@ def test_the_log_says_how_far_the_law_holds_for_a_text_that_it_was_not_fitted_to
 def test_what_a_plan_without_trials_expects_is_within_its_error(size, tokens, unique, token_bytes, loss):
     forecaster = Forecaster(open_strategy("auto", "h200"), Text("text", "gpt2", unique, token_bytes), 50257)
     assert forecaster.loss(size, tokens) == pytest.approx(loss, rel=forecast.UNTRIED_ERROR)
+
+
+@pytest.mark.parametrize("processes", [1, 4])
+def test_a_size_is_compared_if_it_fits_each_processs_share_of_the_memory_with_a_margin(processes, monkeypatch):
+    """On CPUs, of whose memory 92 % may be used."""
+    strategy, size = open_strategy("fp32"), (12, 768)
+    strategy.runtime.processes = Processes(world_size=processes, local_world_size=processes)
+    needed = forecast.memory_of(size, 50257, strategy)
+    for share, largest in ((0.91, size), (0.93, (10, 512))):
+        memory = SimpleNamespace(available=processes * needed / share)
+        monkeypatch.setattr("psutil.virtual_memory", lambda memory=memory: memory)
+        *_, last = Forecaster(strategy, Text("acme/text", "gpt2", math.inf, 4.4), 50257).forecasts(3600)
+        assert (last.size, last.limit) == (largest, "memory")
+
+
+@pytest.mark.parametrize(("rate", "power"), [(100.0, 1), (1e7, 0)])
+def test_a_larger_size_is_expected_to_be_slower_but_not_by_more_than_its_flops(rate, power):
+    """Whatever two measurements are, of which other work on the machine may slow one."""
+    forecaster = Forecaster(open_strategy("auto", "h200"), Text("acme/text", "gpt2", math.inf, 4.4), 50257)
+    small, middle, large = scaling.SIZES[3:6]
+    forecaster.rates = {forecaster.flops(small): 1e5, forecaster.flops(middle): rate}
+    expected = rate * (forecaster.flops(middle) / forecaster.flops(large)) ** power
+    assert forecaster.tokens_per_second(large) == pytest.approx(expected, rel=1e-9)
+
+
+def test_the_error_of_a_forecast_grows_from_the_longer_trial_on():
+    """By 6 % per nat."""
+    forecaster = Forecaster(open_strategy("auto", "h200"), Text("acme/text", "gpt2", math.inf, 4.4), 50257)
+    forecaster.losses, run = [(6.0, 6.5), (5.0, 5.5)], forecaster.best(3600)
+    distance = 5.0 - scaling.law(run.size, run.tokens)
+    assert forecaster.relative_error(run) == pytest.approx(0.03 + 0.06 * distance, rel=1e-6)
+
+
+def test_a_fresh_run_begins_with_the_recipe_that_its_search_has_written(call_here, monkeypatch):
+    """Which a second --fresh, of the run, would move away."""
+    fake_measurements(monkeypatch, speed=6_000)
+    monkeypatch.setattr(best, "run", lambda config, strategy: print(f"fresh: {config.run.fresh}") or 0)
+    monkeypatch.setattr("recipe.engine.runtime.Runtime.close", lambda self: None)
+    assert "fresh: False" in ok(call_here("--text", "text.txt", "--hours", "0.05", "--fresh")).stdout

@@ -2,6 +2,7 @@
 interpreter."""
 
 import json
+import math
 import re
 import shutil
 import sys
@@ -91,6 +92,24 @@ def test_a_bad_kernel_is_not_used_and_the_summary_gives_the_reason(shards, unfus
     assert re.fullmatch(f"loss       not fused: {reason}", line), line
     assert fused(tmp_path / "run") is False
     assert losses(tmp_path / "run") == losses(unfused_run)
+
+
+@pytest.mark.parametrize(
+    ("errors", "speedup", "options", "line"),
+    [
+        ((math.nan, 0.0), 2.0, [], "loss       not fused: the kernel is wrong here: "),
+        ((0.0, math.nan), 2.0, [], "loss       not fused: the kernel is wrong here: "),
+        ((0.0, 0.0), 0.9, ["--deterministic=true"], "loss       fused kernel, checked here: "),  # by no timing
+    ],
+)
+def test_nan_is_wrong_and_a_deterministic_run_asks_only_whether_the_kernel_is_right(
+    errors, speedup, options, line, monkeypatch
+):
+    monkeypatch.setattr("recipe.estimate.fused_loss.can_fuse", lambda device_type: True)
+    monkeypatch.setattr("recipe.estimate.fused_loss.compare", lambda *_: (errors, speedup))
+    config, printed = fused_loss(parse_config(["--config=gpt2", *options]), open_strategy("fp32"))
+    assert printed.startswith(line)
+    assert config.run.fused_loss is line.endswith("checked here: ")
 
 
 def test_no_process_uses_a_kernel_that_is_wrong_on_one(shards, tmp_path):

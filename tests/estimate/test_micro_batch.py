@@ -102,6 +102,13 @@ def test_a_dry_run_chooses_by_the_estimate(options, sequences, checkpointing):
     assert ("gradient checkpointing" in line) == (config.run.gradient_checkpointing == "auto")
 
 
+@pytest.mark.parametrize(("free", "sequences"), [(79e9, 16), (60e9, 8)])
+def test_memory_that_another_program_uses_is_left_to_it(free, sequences, monkeypatch):
+    config, strategy = parse_config(XL.split()), open_strategy("bf16", "h100")
+    monkeypatch.setattr("recipe.engine.hardware.free_memory", lambda device: free)
+    assert micro_batch(config, strategy)[0].optimizer.micro_batch_size == sequences
+
+
 def test_the_batch_that_is_suggested_lets_each_device_take_eight_sequences():
     config = parse_config(["--config=gpt2", "--dry_run=7xh100"])
     with pytest.raises(UserError, match="7 processes x sequence_length 1024 = 7168; 516096 is one"):
