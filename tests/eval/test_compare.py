@@ -12,6 +12,7 @@ from eval import common, compare, hellaswag
 from eval.published import ACCURACIES
 from eval.scores import comparison_row
 from recipe.hub.model_card import model_card
+from tests.data import write_shard
 from tests.eval.conftest import load
 
 
@@ -57,11 +58,15 @@ def test_without_validation_data_only_hellaswag_is_compared(model_dir, shards, t
     assert "note: no validation loss" in capsys.readouterr().out
     with pytest.raises(common.UserError, match="--data absent"):
         command(compare, model_dir, "--other", model_dir, "--data", "absent", "--output", output)
+    write_shard(val := tmp_path / "val_000000.bin", np.arange(20 * 32 + 1))
     short_model = tiny_gpt2(32)
     short_model.model.save_pretrained(tmp_path / "short")
     short_model.tokenizer.save_pretrained(tmp_path / "short")
     too_long = ("--data", shards, "--sequence_length", 64, "--output", output)
     for models in ((model_dir, "--other", tmp_path / "short"), (tmp_path / "short", "--other", model_dir)):
+        arguments = SimpleNamespace(sequence_length=None, data=str(val), limit_windows=None, batch_size=20)
+        (row,) = compare.validation(arguments, load(models[0]), load(models[2]))
+        assert row["n"] == 20, "windows as long as the shorter model's context"
         with pytest.raises(common.UserError, match="--sequence_length 64: must be from 2 to 32"):
             command(compare, *models, *too_long)
 

@@ -118,10 +118,13 @@ def test_prepared_shards_are_those_of_the_manifest(model_dir, tmp_path, command)
 
 def test_a_partial_evaluation_replaces_neither_full_scores_nor_other_tasks(tmp_path, capsys):
     def write(task, value, complete, model="a"):
-        score = scores.score({"dataset_type": task, "dataset_name": task}, ("accuracy", "acc"), value, "")
-        common.write_results(path, "lm_eval", {"model": model, "scores": [score | {"complete": complete}]})
+        data, metrics = {"dataset_type": task, "dataset_name": task}, ("acc", "acc_norm")
+        entries = [scores.score(data, ("accuracy", name), value, "", complete=complete) for name in metrics]
+        common.write_results(path, "lm_eval", {"model": model, "scores": entries})
         stored = json.loads(path.read_text())["lm_eval"]["scores"]
-        return {entry["dataset_name"]: entry["metric_value"] for entry in stored}
+        values = [{e["dataset_name"]: e["metric_value"] for e in stored if e["metric_name"] == m} for m in metrics]
+        assert values[0] == values[1]
+        return values[0]
 
     path = tmp_path / "results.json"
     assert write("arc", 0.2, False) == {"arc": 0.2}

@@ -58,6 +58,16 @@ def test_the_harness_agrees_with_our_scores(whole_run, tmp_path, command, capfd)
     assert lambada["ci95"] > 0
 
 
+@pytest.mark.parametrize("limit", [None, 5])
+def test_a_score_has_its_95_percent_interval_and_one_on_a_part_of_a_task_is_not_complete(limit):
+    arc = {"acc,none": 0.25, "acc_stderr,none": 0.01, "exact_match,strict": 0.5, "exact_match_stderr,strict": "N/A"}
+    acc, match = harness.scores_of({"results": {"arc": {"alias": "arc", "sample_len": 5} | arc}}, "by hand", limit)
+    assert (acc["metric_type"], acc["metric_name"], acc["how"]) == ("accuracy", "acc", "by hand, 5 rows")
+    assert (match["metric_name"], match["metric_value"], match["ci95"]) == ("exact_match (strict)", 0.5, None)
+    assert acc["ci95"] == pytest.approx(0.0196, abs=1e-6)
+    assert acc["complete"] is match["complete"] is (limit is None)
+
+
 def test_a_task_that_cannot_run_is_named(model_dir, command, error_of, monkeypatch):
     needs_lm_eval()
     import lm_eval.tasks

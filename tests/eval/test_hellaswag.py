@@ -138,6 +138,14 @@ def test_sharing_and_padding_change_no_score(n_positions, tiny_gpt2):
     assert head_sizes == {128}  # the chunks of a CPU
 
 
+def test_endings_that_change_the_contexts_last_tokens_share_only_what_is_before_them(tiny_gpt2):
+    """As where the context and an ending, encoded as one text, make another token of the context's last letters."""
+    model, texts = tiny_gpt2().lm, ([1, 2, 3, 4, 5], [1, 2, 9, 4, 5], [1, 2, 3, 8])
+    models = model, dataclasses.replace(model, shares_contexts=False)
+    (shared,), (separate,) = (score(m, [[Request(text, 1) for text in texts]], batch_size=1) for m in models)
+    assert shared == pytest.approx(separate, abs=2e-3)
+
+
 def test_other_architectures_score_each_ending_separately(tiny_gpt2):
     loaded, rows = tiny_gpt2(128), hellaswag.load_rows(1)
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
