@@ -177,6 +177,15 @@ def test_the_card_names_the_data_the_initial_weights_and_the_hardware(card, part
     assert text in " ".join(card.content.encode().decode().split())
 
 
+@pytest.mark.parametrize(("other", "language"), [("Skylion007/openwebtext", "en"), ("acme/french", None)])
+def test_a_mixture_is_in_english_if_all_of_its_data_sets_are(card, other, language):
+    """fineweb-edu and openwebtext are, by their pages on the Hub."""
+    mixture = [HUB_DATA | {"name": "a", "share": 0.5}, HUB_DATA | {"name": "b", "share": 0.5, "train_text": other}]
+    state = STATE | {"about": [PART | {"data": {"mixture": mixture}}], "data": {"mixture": 2 * [STATE["data"]]}}
+    data = card(state | {"config": CONFIG | {"dataset_name": [{"name": name, "weight": 0.5} for name in "ab"]}}).data
+    assert (data.language, data.datasets) == (language, [*FINEWEB, other])
+
+
 def test_hyperparameters_that_a_resume_changed_have_their_steps(card):
     later = PART | {"from_step": 40, "config": CONFIG | {"learning_rate": 5e-3, "max_steps": 999}}
     text = card(STATE | {"about": [PART, later], "config": later["config"]}).text

@@ -7,6 +7,7 @@ import logging
 import shutil
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import huggingface_hub
@@ -103,6 +104,9 @@ def test_a_run_pushed_with_its_state_can_be_audited_from_the_hub(hub, run, shard
     assert audit.main(["--repo", REPO]) == 2
     assert f"dataset_name '{shards}' of {REPO} is a path of its author" in capsys.readouterr().err
     arguments = ["--repo", REPO, "--flags", f"--dataset_name {shards}"]
+    hub.models[REPO].branches = dict(
+        reversed(hub.models[REPO].branches.items())
+    )  # the Hub's order is not that of steps
     assert audit.main(arguments) == 0
     assert capsys.readouterr().out.endswith("step 10 to 20: 10 steps equal to the bit\nmain: the model of step 20\n")
     assert json.loads(hub.files(REPO, "step-000010")["metrics.jsonl"].splitlines()[-1])["step"] == 10
@@ -153,6 +157,19 @@ def test_an_upload_is_retried_after_a_temporary_fault(hub, run, monkeypatch, fau
     assert push(run) == 0
     assert not hub.faults
     assert_on_the_hub(hub, run)
+
+
+def test_a_run_waits_a_minute_after_a_failed_upload(hub, run, monkeypatch):
+    """The Hub's limits count every request, and a run asks for uploads at each line of metrics.jsonl."""
+    monkeypatch.setattr(upload, "SCAN_INTERVAL_S", 0.0)
+    hub.faults.append(Fault(path="/api/repos/create", status=429, times=ALWAYS))
+    uploads, now = uploads_of(run), time.monotonic()
+    for seconds, requests in ((0, 1), (59, 1), (62, 2)):
+        monkeypatch.setattr(upload, "time", SimpleNamespace(monotonic=lambda seconds=seconds: now + seconds))
+        for _ in range(20):
+            uploads.start()
+            time.sleep(0.02)
+        assert hub.count("POST", "/repos/create") == requests
 
 
 def test_a_refused_commit_is_not_retried(hub, run, capsys, monkeypatch):
