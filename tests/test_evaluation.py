@@ -1,12 +1,18 @@
 """Evaluation during training agrees with the checkpoint loaded through transformers."""
 
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from eval import hellaswag
 from recipe import evaluation
+from recipe.config import parse_config
+from recipe.engine.factory import open_strategy
+from recipe.model.build import build_model
 from recipe.model.gpt2 import GPT2LMHeadModel
-from tests.conftest import train
+from tests.conftest import TINY, flags, train
 from tests.eval.conftest import load
 
 
@@ -22,6 +28,22 @@ def test_hellaswag_and_samples_during_training(shards, tmp_path):
     counts = hellaswag.count_correct(loaded.lm, hellaswag.load_rows(9))
     for name in ("llmc_acc", "llmc_acc_norm", "lmeval_acc", "lmeval_acc_norm"):
         assert lines[4][f"hellaswag_{name}"] == pytest.approx(counts[name] / 9)
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
+def test_hellaswag_during_training_is_in_the_precision_of_the_run(precision, dtype, monkeypatch):
+    """In fp32 it would take a GPU several times as long."""
+
+    def count_correct(model, rows, **_):
+        ids = torch.zeros(1, 8, dtype=torch.long)
+        logits = model.head(model.body(ids, ids, torch.ones(1, 1, 8, 8, dtype=torch.bool)).flatten(0, 1))
+        return {"rows": 1, "in its precision": int(logits.dtype == dtype)}
+
+    monkeypatch.setattr(evaluation, "count_correct", count_correct)
+    config, strategy = parse_config(flags(**TINY)), open_strategy(precision)
+    metrics = SimpleNamespace(paused=lambda text: nullcontext(lambda *_: None))
+    evaluator = evaluation.Evaluator(config, None, strategy, build_model(config), None, metrics)
+    assert evaluator.hellaswag() == {"hellaswag_in its precision": 1.0}
 
 
 def test_samples_continue_the_prompts_that_the_user_chooses(shards, tmp_path):

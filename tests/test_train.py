@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from recipe.checkpoint.format import checkpoints
 from recipe.data.tokenizer import encode
+from recipe.hub.model_card import model_card
 from recipe.monitor.metrics import MetricsLog
 from recipe.monitor.summary import summarize
 from recipe.train import main
@@ -309,6 +310,9 @@ def test_fine_tuning_starts_from_given_weights(shards, whole_run, tmp_path):
     settings = {"init_from": run / "step_00000020", "max_steps": 2, "warmup_steps": 0, "learning_rate": 1e-6}
     tuned, _ = train(shards, tmp_path / "run", **settings)
     assert tuned[0]["val_loss"] == pytest.approx(lines[20]["val_loss"], abs=1e-5)
+    card = model_card(tmp_path / "run" / "step_00000002")
+    assert "trained from other weights on" in " ".join(card.split())
+    assert str(run) not in card, "a path is private"
     resumed, _ = train(shards, tmp_path / "run", **settings | {"init_from": tmp_path / "gone", "max_steps": 3})
     assert 3 in resumed
 

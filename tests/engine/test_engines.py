@@ -119,6 +119,16 @@ def test_bf16_follows_fp32(shards, one_device, tmp_path, engine):
     assert 0 < max(abs(lines[step]["loss"] - expected[step]["loss"]) for step in range(1, 51)) <= 1e-2
 
 
+@pytest.mark.slow
+def test_fsdp_adds_the_gradients_of_bf16_in_fp32(shards, tmp_path):
+    """The mean of two processes' gradients, which the first moment is without a decay, is seldom a number in bf16."""
+    options = {"adam_beta1": 0.0, "max_grad_norm": 0.0, "precision": "bf16", "micro_batch_size": 4}
+    options |= {"max_steps": 1, "warmup_steps": 0, "eval_steps": "end"}
+    ok(launch("fsdp", 2, "recipe/train.py", *settings(shards, output_dir=tmp_path / "run", **options)))
+    gradient = tensors(tmp_path / "run" / "step_00000001")["exp_avg.transformer.h.0.mlp.c_fc.weight"]
+    assert (gradient != gradient.bfloat16()).float().mean() > 0.5
+
+
 @pytest.fixture(scope="session")
 def probe(once):
     """What tests/engine/probe.py prints on an engine, by rank."""
