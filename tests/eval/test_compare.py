@@ -62,11 +62,12 @@ def test_without_validation_data_only_hellaswag_is_compared(model_dir, shards, t
     short_model = tiny_gpt2(32)
     short_model.model.save_pretrained(tmp_path / "short")
     short_model.tokenizer.save_pretrained(tmp_path / "short")
+    pair = load(model_dir), load(tmp_path / "short")
+    for models in (pair, pair[::-1]):
+        arguments = SimpleNamespace(sequence_length=None, data=str(val), limit_windows=None, batch_size=20)
+        assert compare.validation(arguments, *models)[0]["n"] == 20, "windows as long as the shorter model's context"
     too_long = ("--data", shards, "--sequence_length", 64, "--output", output)
     for models in ((model_dir, "--other", tmp_path / "short"), (tmp_path / "short", "--other", model_dir)):
-        arguments = SimpleNamespace(sequence_length=None, data=str(val), limit_windows=None, batch_size=20)
-        (row,) = compare.validation(arguments, load(models[0]), load(models[2]))
-        assert row["n"] == 20, "windows as long as the shorter model's context"
         with pytest.raises(common.UserError, match="--sequence_length 64: must be from 2 to 32"):
             command(compare, *models, *too_long)
 
