@@ -119,7 +119,6 @@ def test_bf16_follows_fp32(shards, one_device, tmp_path, engine):
     assert 0 < max(abs(lines[step]["loss"] - expected[step]["loss"]) for step in range(1, 51)) <= 1e-2
 
 
-@pytest.mark.slow
 def test_fsdp_adds_the_gradients_of_bf16_in_fp32(shards, tmp_path):
     """The mean of two processes' gradients, which the first moment is without a decay, is seldom a number in bf16."""
     options = {"adam_beta1": 0.0, "max_grad_norm": 0.0, "precision": "bf16", "micro_batch_size": 4}
