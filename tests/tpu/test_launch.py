@@ -41,11 +41,11 @@ def test_two_chips_stopped_by_sigterm_take_the_steps_of_one_process(shards, on_c
     assert_same(stopped_lines | lines, on_cpu("adamw"))
 
 
-@pytest.mark.parametrize("chips", [1, 2])
-def test_one_ctrl_c_saves_although_a_step_takes_longer_than_the_launchers_death(shards, tmp_path, chips):
-    slow = {"total_batch_tokens": 49_152 // chips, "torch_compile": "false", "max_steps": 500, "logging_steps": 1}
+def test_one_ctrl_c_saves_although_a_step_takes_longer_than_the_launchers_death(shards, tmp_path):
+    """It also gets to torchrun, to which the launcher's death must not be a second Ctrl-C."""
+    slow = {"total_batch_tokens": 24_576, "torch_compile": "false", "max_steps": 500, "logging_steps": 1}
     arguments, log = settings(shards, tmp_path / "run", **slow), tmp_path / "run" / "metrics.jsonl"
-    process = launch(LINE.format("tpu"), *arguments, chips=chips, start_new_session=True)
+    process = launch(LINE.format("tpu"), *arguments, chips=2, start_new_session=True)
     while process.poll() is None and not (log.exists() and '"step": 2' in log.read_text()):
         time.sleep(0.2)
     os.killpg(process.pid, signal.SIGINT)
