@@ -285,7 +285,8 @@ def check_supported(config: Config, strategy: Strategy) -> None:
             f"optim {optim} is not supported on {strategy}; launch with accelerate_configs/ddp.yaml or single.yaml, or "
             f"choose --optim {' or '.join(supported)} and its learning rate"
         )
-    if run.fused_loss is True and not (run.plan_device or can_fuse(strategy.device.type)):
+    has_kernel = strategy.device.type == "cuda" if run.plan_device else can_fuse(strategy.device.type)
+    if run.fused_loss is True and not has_kernel:
         raise UserError("fused_loss true needs a CUDA GPU and Triton; use auto")
     limit = max_restarts()
     if run.fresh and limit:

@@ -181,25 +181,26 @@ def checkpoint_count(config: Config) -> int:
     return run.save_total_limit + milestones + 2 + (opt.decay_start > 0)
 
 
-_SHARDING = (
-    "FSDP or ZeRO on several GPUs (accelerate_configs/fsdp.yaml, zero1.yaml to zero3.yaml) or FSDP on TPUs "
-    "(tpu-fsdp.yaml); docs/memory.md has the figures, and --dry_run shows what a run needs with them"
-)
+_FIGURES = "; docs/memory.md has the figures, and --dry_run shows what a run needs with them"
+_SHARDING = {
+    "cuda": f"FSDP or ZeRO on several GPUs (accelerate_configs/fsdp.yaml, zero1.yaml to zero3.yaml){_FIGURES}",
+    "tpu": f"FSDP on several chips (accelerate_configs/tpu-fsdp.yaml){_FIGURES}",
+}
 _OPTIONS: dict[str, dict] = {
     "--gradient_checkpointing true (about a quarter slower)": {"gradient_checkpointing": True},
     "--loss_chunk_size 1024": {"loss_chunk_size": 1024},
 }
 
 
-def remedies(config: Config, batch: BatchPlan, limit: float, **kind) -> str:
-    """A sentence about what lowers the estimate, for a step that takes more than `limit` bytes; `kind` are further
-    arguments of `step_memory`."""
-    memory, options = step_memory(config, batch, **kind), []
+def remedies(config: Config, batch: BatchPlan, limit: float, device_type: str, **kind) -> str:
+    """A sentence about what lowers the estimate, for a step that takes more than `limit` bytes of a device of this type;
+    `kind` are further arguments of `step_memory`."""
+    memory, options, others = step_memory(config, batch, **kind), [], _SHARDING.get(device_type, "a smaller model")
     if memory.state > limit:
-        return f"weights, gradients and optimizer state alone take {gb(memory.state)}: {_SHARDING}"
+        return f"weights, gradients and optimizer state alone take {gb(memory.state)}: what helps is {others}"
     if batch.micro > batch.devices:
         options.append("a smaller --micro_batch_size")
     for option, fields in _OPTIONS.items():
         if step_memory(config.replace(**fields), batch, **kind).peak < memory.peak:
             options.append(option)
-    return f"what helps: {', '.join([*options, 'or ' * bool(options) + _SHARDING])}"
+    return f"what helps: {', '.join([*options, 'or ' * bool(options) + others])}"

@@ -84,7 +84,7 @@ def _choose(config: Config, strategy: Strategy, memory: int, sizes: list[int]) -
         return size, True, "a step does not fit without it"
     raise UserError(
         f"not even one sequence per device fits: it needs about {gb(peak)}, and {gb(budget)} of the device's "
-        f"{gb(memory)} may be used; {remedies(trial, batch, budget, **kind)}"
+        f"{gb(memory)} may be used; {remedies(trial, batch, budget, strategy.device.type, **kind)}"
     )
 
 

@@ -119,7 +119,7 @@ def _memory(config: Config, batch: BatchPlan, strategy: Strategy) -> Iterator[st
     yield f"memory     about {si(memory.peak)}B a device (estimate){total}: {parts}"
     if available and memory.peak > (limit := HEADROOM * available):
         verdict = "tight, but it may fit" if memory.peak <= TIGHT * limit else "it does not fit"
-        advice = remedies(config, batch, limit, **kind)
+        advice = remedies(config, batch, limit, strategy.device.type, **kind)
         yield f"           {verdict}: {gb(limit)} are left for tensors; {advice}"
 
 
