@@ -198,9 +198,15 @@ SAVING = "(sleep 2; rm started) 2>/dev/null; exit 1"  # whoever waits for its er
 
 @pytest.mark.parametrize(
     ("interrupt", "training", "has_ps"),
-    [(True, SAVING, True), (True, SAVING, False), (False, "exit 1", True), (True, "exec sleep 60", True)],
+    [
+        (os.killpg, SAVING, True),  # to the process group, as a terminal sends it
+        (os.killpg, SAVING, False),
+        (lambda pid, _: os.kill(pid, signal.SIGTERM), SAVING, True),
+        (None, "exit 1", True),
+        (os.killpg, "exec sleep 60", True),
+    ],
 )
-def test_make_reports_a_failed_training_as_an_error_but_not_ctrl_c(interrupt, training, has_ps, tmp_path):
+def test_make_reports_a_failed_training_as_an_error_but_not_ctrl_c_or_kill(interrupt, training, has_ps, tmp_path):
     """A launcher waits for the training, which saves, and exits with 1, like Accelerate's; the last one has not started
     the training yet."""
     if not has_ps:  # as in a slim container
@@ -217,7 +223,7 @@ def test_make_reports_a_failed_training_as_an_error_but_not_ctrl_c(interrupt, tr
     while not (tmp_path / "started").exists():
         time.sleep(0.1)
     if interrupt:
-        os.killpg(running.pid, signal.SIGINT)  # as a terminal does
+        interrupt(running.pid, signal.SIGINT)
     errors = running.communicate(timeout=30)[1]
     assert ("Error 1" in errors) == (not interrupt)
     assert running.returncode == (-signal.SIGINT if interrupt else 2)

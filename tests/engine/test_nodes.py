@@ -152,11 +152,13 @@ def test_slurm_launches_each_node_with_its_rank_and_requeues_the_job_at_the_time
     assert requeue.split()[1].isdigit()
 
 
-def test_a_slurm_job_with_a_user_error_is_not_requeued(tmp_path):
+@pytest.mark.parametrize("preempt_time", ["None", "2026-01-01T00:01:00"])
+def test_a_slurm_job_with_a_user_error_is_not_requeued_but_one_that_is_preempted(tmp_path, monkeypatch, preempt_time):
+    monkeypatch.setenv("PREEMPT_TIME", preempt_time)
     with submit_with_fake_launcher(tmp_path, exit_code="2") as (job, calls):
         output, _ = job.communicate(timeout=60)
     assert job.returncode == 2, output
-    assert "requeue" not in calls.read_text()
+    assert ("requeue" in calls.read_text()) == (preempt_time != "None")
 
 
 @pytest.mark.slow

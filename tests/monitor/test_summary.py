@@ -124,7 +124,10 @@ def test_a_run_that_does_not_fit_is_told_what_helps():
     lines = panel("l4", *argv)
     assert lines["memory"].startswith(f"about {peak / 1e9:.3g} GB a device (estimate) of 24.0 GB: state 24.9 GB")
     assert "does not fit" in lines[""]
-    assert "; weights, gradients and optimizer state alone take 24.9 GB: what helps is FSDP or ZeRO on several GPUs (" in lines[""]
+    assert (
+        "; weights, gradients and optimizer state alone take 24.9 GB: what helps is FSDP or ZeRO on several GPUs ("
+        in lines[""]
+    )
     assert "FSDP on several chips (accelerate_configs/tpu-fsdp.yaml); docs" in panel("v5e-8", *argv)[""]
     assert panel("v2-8", "--config=gpt2-medium", "--micro_batch_size=8")[""].endswith("or a smaller model")
     large = ["--config=gpt2-large", "--micro_batch_size=16", "--gradient_checkpointing=false"]
