@@ -214,7 +214,8 @@ def _check_data_of_finished_run(config: Config, state: dict) -> None:
     except UserError:
         names = ", ".join(entry.data.train_text or entry.data.dataset_name for entry in entries)
         raise UserError(
-            f"the run in {config.run.output_dir} is complete, but was trained on {trained_name}, not on {names}; {way_out}"
+            f"the run in {config.run.output_dir} is complete, but was trained on {trained_name}, not on {names}; "
+            f"{way_out}"
         ) from None
 
 

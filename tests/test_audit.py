@@ -45,7 +45,7 @@ def modification_times(directory: Path) -> dict[Path, int]:
 @pytest.mark.parametrize("option", [("--last", 0), ("--random", -1)])
 def test_an_audit_needs_at_least_one_interval(option, tmp_path, capsys):
     assert audit.main([str(tmp_path), *map(str, option)]) == 2
-    assert "--last and --random must be 1 or more intervals" in capsys.readouterr().err
+    assert "--last and --random take a number of intervals, 1 or more" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")
@@ -159,21 +159,21 @@ FORGERIES = {  # functions of the run, and what the audit prints
     ),
     "step": (
         change_record(lambda state: state.update(step=2 * 10**7)),
-        "the checkpoint says that it is of step 20,000",
+        "trainer_state.json records step 20,000",
     ),
-    "tokenizer": (change_record(lambda state: state["tokenizer"].update(name="acme")), "names another tokenizer"),
-    "shards": (change_record(lambda state: state["data"]["shards"][0].__setitem__(1, 10**9)), "names other shards"),
+    "tokenizer": (change_record(lambda state: state["tokenizer"].update(name="acme")), "records another tokenizer"),
+    "shards": (change_record(lambda state: state["data"]["shards"][0].__setitem__(1, 10**9)), "records other shards"),
     # The model card and transformers would use these.
     "config.json": (change_config, "different: config.json of step 20 differs from the replay's"),
     "data": (
         change_record(lambda state: state["about"][-1]["data"].update(train_text="HuggingFaceFW/fineweb"), *STEPS),
-        "different: the checkpoint names other data than those that it was trained on",
+        "different: the checkpoint records other data than it was trained on",
     ),
     "configuration": (
         change_record(lambda state: state["config"].update(learning_rate=123.0)),
-        "different: the configuration has learning_rate 123.0, but the run had 0.0",
+        "different: the configuration records learning_rate 123.0, but training used 0.0",
     ),
-    "a default": (change_record(drop_field, *STEPS), "has max_grad_norm 0.5, but the run had 1.0"),
+    "a default": (change_record(drop_field, *STEPS), "records max_grad_norm 0.5, but training used 1.0"),
 }
 
 
@@ -303,14 +303,14 @@ def test_a_wsd_run_extended_with_another_micro_batch_holds(shards, tmp_path, cap
         shutil.rmtree(run / f"step_{step:08d}")
     code, sentences = audited(capsys, run)
     assert code == 69
-    assert "step 0 to 12: cannot be compared here: the run continued with other settings" in sentences[0]
-    assert "at step 4, where there is no checkpoint" in sentences[0]
+    assert "step 0 to 12: cannot be compared here: settings, code or processes changed" in sentences[0]
+    assert "at step 4, of which there is no checkpoint" in sentences[0]
 
 
 def test_runs_with_other_dropout_masks_are_not_comparable(whole_run, capsys, forked):
     code, sentences = audited(capsys, whole_run[0], *ELSEWHERE)
     assert code == 69
-    assert "cannot be compared here: two replays here are too far apart in losses (micro_batch" in sentences[0]
+    assert "cannot be compared here: two replays here already differ too much in losses (micro_batch" in sentences[0]
 
 
 @pytest.mark.parametrize("mixed", [False, True])
@@ -349,7 +349,8 @@ def test_no_path_of_another_author_is_read(resumed_run, capsys, monkeypatch, fie
     monkeypatch.setattr(audit, "step_of_main", lambda *_: 0)
     assert audit.main(["--repo", "acme/gpt2"]) == 2
     name = field.replace("train_text", "dataset_name")
-    assert f"error: {name} '/' of acme/gpt2 is a path of its author; name yours with --flags" in capsys.readouterr().err
+    problem = f"{name} '/' is a path on the computer of acme/gpt2's author"
+    assert f"error: {problem}; name your copy: --flags '--{name} PATH'" in capsys.readouterr().err
 
 
 def test_a_replay_reads_the_commit_of_a_data_set_that_the_run_read(run, tmp_path):
@@ -393,9 +394,9 @@ FSDP = tuple(word.replace("ddp", "fsdp") for word in DDP)
         ({}, 1, DDP, "holds: "),
         ({}, 1, FSDP, "holds: "),
         ({}, 2, (), "holds: "),
-        ({"precision": "bf16"}, 1, DDP, "cannot be compared here: two replays here are too far apart in weights"),
-        ({"precision": "bf16"}, 1, FSDP, "cannot be compared here: half precision rounds at other places here"),
-        ({"learning_rate": 0.1, "max_steps": 100}, 1, DDP, "cannot be compared here: two replays here are too far"),
+        ({"precision": "bf16"}, 1, DDP, "cannot be compared here: two replays here already differ too much in weights"),
+        ({"precision": "bf16"}, 1, FSDP, "cannot be compared here: half precision rounds differently here"),
+        ({"learning_rate": 0.1, "max_steps": 100}, 1, DDP, "cannot be compared here: two replays here already differ"),
         ({"torch_compile": "true", "n_layer": 1}, 1, (), "to the bit"),
         ({}, 1, ("--launch", f"env ATEN_CPU_CAPABILITY=default {sys.executable}"), "holds: "),
     ],

@@ -113,8 +113,8 @@ class Sandbox:
 MISTAKES = {
     "mistyped path": (  # it looks like ORG/NAME; the Hub is not asked here
         lambda box: flags(dataset_name="mytext/poems", output_dir=box.run),
-        "error: mytext/poems, on the Hub because this disk has no such path, is not prepared in data/poems-",
-        "yet; first run python -m recipe.data.prepare with the same flags, or pass --streaming true",
+        "error: mytext/poems (on the Hub: this disk has no such path) is not prepared in data/poems-",
+        "yet; run python -m recipe.data.prepare with the same flags first, or pass --streaming true",
     ),
     "offline": (
         lambda box: box.train(box.path / "x", train_text="fineweb-edu", streaming=True),
@@ -180,17 +180,17 @@ MISTAKES = {
     "learning rate": (lambda box: box.train(learning_rate="nan"), "learning_rate is nan; it must be a finite"),
     "wsd's decay": (
         lambda box: box.train(decay_fraction=0.3),
-        "decay_fraction is for lr_scheduler_type wsd, but lr_scheduler_type is cosine; remove decay_fraction",
+        "decay_fraction needs lr_scheduler_type wsd, but lr_scheduler_type is cosine; remove decay_fraction",
     ),
     "warm-up": (lambda box: box.train(warmup_steps=6), "must be below max_steps 6; add --warmup_steps 0"),
-    "fused loss": (lambda box: box.train(fused_loss=True), "fused_loss", "remove fused_loss"),
+    "fused loss": (lambda box: box.train(fused_loss=True), "fused_loss true needs ", "; use auto"),
     "resumed run, other data": (
         lambda box: box.resume(dataset_name=box.shard(GOOD)),
         "does not hold the shards that the checkpoint was trained on (train_000000.bin differs); choose another ",
     ),
     "complete run, other data": (
         lambda box: box.resume(max_steps=20, dataset_name=box.shard(GOOD)),
-        "run is complete, and was trained on ",
+        "run is complete, but was trained on ",
         ", not on ",
         "choose another run_name, or start over with --fresh",
     ),
@@ -209,8 +209,8 @@ MISTAKES = {
     ),
     "a split of shards": (
         lambda box: box.train(val_fraction=0.2),
-        "error: val_fraction is for text, but dataset_name ",
-        " is shards; remove --val_fraction",
+        "error: --val_fraction applies to text, but dataset_name ",
+        " holds shards; remove it",
     ),
     "a split of what is not there": (
         lambda box: box.train(box.path / "typo.txt", val_fraction=0.2),
@@ -218,7 +218,7 @@ MISTAKES = {
     ),
     "how to compile what is not compiled": (
         lambda box: box.train(torch_compile_mode="regional"),
-        "torch_compile_mode is for torch_compile True, but torch_compile is False; remove torch_compile_mode, or set",
+        "torch_compile_mode needs torch_compile True, but torch_compile is False; remove torch_compile_mode, or set",
     ),
     "truncated weights": (
         lambda box: box.train(init_from=box.truncated_model()),
@@ -281,7 +281,7 @@ def test_a_python_without_the_dependencies_is_told_which_one_has_them(tmp_path):
     python = tmp_path / "bin" / "python"
     result = subprocess.run([python, "recipe/train.py"], cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 2
-    assert result.stderr == f"error: {python} has no Accelerate; use .venv/bin/python, set up by `make train`\n"
+    assert result.stderr == f"error: {python} lacks Accelerate; use .venv/bin/python, which `make train` sets up\n"
 
 
 def refused(argv: list, env: dict | None = None) -> str:

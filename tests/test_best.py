@@ -72,7 +72,7 @@ def test_the_recipe_gives_a_reason_for_each_value_and_the_loss_to_expect(searche
     assert re.search(rf"^best  .* layers, \d+ wide: loss {expected:.3f} ", printed, re.MULTILINE)
     assert len(re.findall(r"^speed  .* tokens/s", printed, re.MULTILINE)) in (1, 2, 3)
     assert re.search(r"^limit      the time; ", printed, re.MULTILINE)
-    assert len(re.findall(r"^trial  .* wide, for \d", printed, re.MULTILINE)) == 2
+    assert len(re.findall(r"^trial      training .* wide for \d", printed, re.MULTILINE)) == 2
     assert not list(directory.glob("runs/.best-*")), "trials are deleted"
     assert {path.name for path in (directory / "data/my-0.03h").iterdir()} == {".preparing.lock", "tokenizer"}
     (directory / "data/words.txt").write_text("some words")
@@ -91,15 +91,15 @@ def test_its_recipe_is_trained_like_any_other_and_the_same_command_continues_the
     assert (model.config.n_layer, model.config.n_embd) == (config.model.n_layer, config.model.n_embd)
     assert AutoTokenizer.from_pretrained(run / "step_00000020").vocab_size <= OWN_VOCAB_SIZE
     plan = ok(call_here(*text, "--hours", "0.03", "--dry_run"))
-    assert re.search(f"recipe     {run}/recipe.yaml is there\n +Validation loss to expect: ", plan.stdout)
+    assert re.search(f"recipe     {run}/recipe.yaml exists\n +Validation loss to expect: ", plan.stdout)
     continued = ok(call(directory, *text, "--hours", "0.03", *short))
-    assert f"recipe     {run}/recipe.yaml is there: its run goes on" in continued.stdout
+    assert f"recipe     {run}/recipe.yaml exists: continuing its run" in continued.stdout
     assert f"finished ({run}/step_00000020)" in continued.stdout
     Path("my.txt").write_text(SHAKESPEARE.read_text()[::-1])
     error = refused(call(directory, *text, "--hours", "0.03", *short))
-    assert "is complete, and my.txt has changed since" in error
+    assert "is complete, but my.txt has changed since then" in error
     error = refused(call_here(*text, "--hours", "0.04", "--run_name", run.name, "--dry_run"))
-    assert "is for something else; give another --run_name" in error
+    assert "was written for another request; give another --run_name" in error
 
 
 def fake_measurements(monkeypatch, speed: float) -> None:
@@ -241,7 +241,7 @@ def test_a_trial_is_neither_uploaded_nor_tracked_nor_scored_and_can_be_stopped(c
     (trial,) = trials
     assert (trial.push_to_hub, trial.report_to, trial.hellaswag_steps, trial.sample_steps) == (False, "none", 0, 0)
     assert trial.milestone_steps == 0
-    assert "stopped before there was a recipe; the same command searches again" in result.stderr
+    assert "stopped before the recipe was written; the same command searches again" in result.stderr
 
 
 def test_ctrl_c_during_the_search_promises_no_checkpoint(tmp_path):
@@ -253,7 +253,7 @@ def test_ctrl_c_during_the_search_promises_no_checkpoint(tmp_path):
     search.send_signal(signal.SIGINT)
     assert search.wait(60) == 75
     assert "checkpoint" not in search.output
-    assert search.stderr.endswith("stopped before there was a recipe; the same command searches again\n")
+    assert search.stderr.endswith("stopped before the recipe was written; the same command searches again\n")
 
 
 def test_of_two_searches_for_one_run_the_second_ends_before_it_measures_anything(call_here, monkeypatch):
@@ -265,9 +265,9 @@ def test_of_two_searches_for_one_run_the_second_ends_before_it_measures_anything
 
     monkeypatch.setattr(best, "try_sizes", search_again)
     monkeypatch.setattr("recipe.checkpoint.run_dir.LOCK_TIMEOUT_S", 0.1)
-    assert "has taken all of the time; give more --hours" in refused(call_here(*argv))
+    assert "the search has used up the time; give more --hours" in refused(call_here(*argv))
     (second,) = seconds
-    assert "runs/text-0.1h: another run writes there (process " in refused(second)
+    assert "runs/text-0.1h: another run is writing there (process " in refused(second)
 
 
 @pytest.mark.slow
@@ -318,13 +318,13 @@ def test_a_plan_by_dollars_for_other_devices(text, size, length, tmp_path, call_
     recipe = (tmp_path / "runs/rich/recipe.yaml").read_text()
     assert re.search(f"^{length}: ", recipe, re.MULTILINE)
     for change in (["--device", ""], ["--price_per_hour", "2"], ["--device", "h100"]):
-        assert "is for something else" in call_here(*argv, *change, "--dry_run").stderr
+        assert "was written for another request" in call_here(*argv, *change, "--dry_run").stderr
     if text == "text.txt":
         seconds = float(re.search(r"^time       about ([\d.]+) s of ", result.stdout, re.MULTILINE)[1])
         steps = int(re.search(r"^max_steps: (\d+)", recipe, re.MULTILINE)[1])
         assert seconds == pytest.approx(0.01 * steps, abs=0.06), "the least that a step takes on a GPU"
         result = ok(call_here(*argv, "--fresh"))
-        assert f"fresh      the earlier run is kept in {tmp_path}/runs/rich.old-1" in result.stdout
+        assert f"fresh      moved the earlier run to {tmp_path}/runs/rich.old-1" in result.stdout
         assert (tmp_path / "runs/rich/recipe.yaml").read_text() == recipe
         assert (tmp_path / "runs/rich.old-1/recipe.yaml").read_text() == recipe
 
@@ -381,7 +381,7 @@ def test_a_recipe_does_not_name_the_home_directory(tmp_path, call_here, monkeypa
     ok(call_here(*argv))
     assert str(tmp_path) not in Path("runs/text-0.1h/recipe.yaml").read_text()
     assert parse_config(["--config", "runs/text-0.1h/recipe.yaml"]).data.train_text == str(tmp_path / "text.txt")
-    assert "recipe.yaml is there" in ok(call_here(*argv)).stdout
+    assert "recipe.yaml exists" in ok(call_here(*argv)).stdout
 
 
 @pytest.mark.parametrize(
@@ -395,27 +395,27 @@ def test_print_run_prints_the_directory_of_the_run_after_its_length(length, name
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--hours", "0.001"], "0.001 hours: starting takes as long; give 0.025 or more"),
-        (["--hours", "nan"], "nan hours: starting takes as long; give 0.025 or more"),
+        (["--hours", "0.001"], "0.001 hours are too few to start; give 0.025 or more"),
+        (["--hours", "nan"], "nan hours are too few to start; give 0.025 or more"),
         (["--tokens", "-5"], "--tokens -5: give how many to train on"),
         (["--dollars", "20"], "--dollars needs --price_per_hour"),
         (["--dollars", "20", "--price_per_hour", "-1"], "--dollars needs --price_per_hour"),
-        (["--dollars", "0", "--price_per_hour", "28"], "0 hours: starting takes as long"),
+        (["--dollars", "0", "--price_per_hour", "28"], "0 hours are too few to start"),
         (["--text", "empty.txt"], "--text empty.txt holds no text"),
-        (["--max_steps", "500"], "--max_steps is for a recipe that is there; for a new one give --hours, --tokens or"),
+        (["--max_steps", "500"], "--max_steps needs an existing recipe; for a new one give --hours, --tokens or"),
         (["--n_embd", "80"], "--n_embd: best.py chooses the shape and the batch; change them in a copy of its recipe"),
         (["--total_batch_tokens", "4096"], "--total_batch_tokens: best.py chooses the shape"),
         (["--text", "few.txt"], " tokens in 1,050 bytes, too few to train on; give 20,000 or more, about"),
         (["--text", "spaces.txt"], "too few to train on; give 20,000 or more, about 88,000 bytes of English"),
         (["--hour", "0.03"], "unknown '--hour'; did you mean 'hours'?"),
         (["--txt=few.txt"], "unknown '--txt'; did you mean 'text'?"),
-        (["--text", "src/main.c", "src/my.txt"], "a word without a flag: 'src/my.txt'; write --NAME VALUE, with"),
-        (["--text", "my", "notes.txt"], "error: a word without a flag; write --NAME VALUE, with quotes around a glob"),
-        (["--optim", "adamw"], "--optim: best.py's recipes are for Muon and wsd; change a copy of one"),
-        (["--lr_scheduler_type", "cosine"], "--lr_scheduler_type: best.py's recipes are for Muon and wsd"),
-        (["--config", "gpt2-fast"], "--config: best.py's recipes are for Muon and wsd"),
+        (["--text", "src/main.c", "src/my.txt"], "unexpected argument: 'src/my.txt'; write --NAME VALUE, and"),
+        (["--text", "my", "notes.txt"], "error: unexpected argument; write --NAME VALUE, and quote a glob"),
+        (["--optim", "adamw"], "--optim: best.py needs Muon and wsd; edit a copy of its recipe"),
+        (["--lr_scheduler_type", "cosine"], "--lr_scheduler_type: best.py needs Muon and wsd"),
+        (["--config", "gpt2-fast"], "--config: best.py needs Muon and wsd"),
         (["--dataset_name", "few.txt"], "--dataset_name: name the text with --text"),
-        (["--dry_run", "8xh100"], "--dry_run 8xh100: to plan for other devices, give them as --device"),
+        (["--dry_run", "8xh100"], "--dry_run takes no devices here; use --device 8xh100"),
         (["--device", "abacus"], "is not a known device; use one of "),
         (["--output_dir", "src"], "output_dir src is not the directory of a run: it holds main.c"),
         (["--text", "nowhere.txt"], "--text nowhere.txt: no such file, directory or data set"),

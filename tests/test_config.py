@@ -77,12 +77,12 @@ def test_another_optimizer_or_schedule_drops_the_values_for_the_default_one():
     assert (default.optim, default.muon_weight_decay, default.decay_fraction) == ("muon", 0.02, 0.6)
     changed = parse_config(["--optim=adamw", "--lr_scheduler_type=cosine"]).optimizer
     assert (changed.muon_weight_decay, changed.decay_fraction) == (0.1, 0.2)
-    assert "muon_weight_decay is for optim muon" in refused("--optim=adamw", "--muon_weight_decay=0.02")
+    assert "muon_weight_decay needs optim muon" in refused("--optim=adamw", "--muon_weight_decay=0.02")
 
 
 def test_another_schedule_does_not_drop_the_length_of_the_run(recipe):
     flag = recipe("dataset_name: x\nlr_scheduler_type: wsd\ntrain_hours: 2")
-    assert "train_hours is for lr_scheduler_type wsd, but" in refused(flag, "--lr_scheduler_type=cosine")
+    assert "train_hours needs lr_scheduler_type wsd, but" in refused(flag, "--lr_scheduler_type=cosine")
     assert parse_config([flag, "--lr_scheduler_type=cosine", "--max_steps=7"]).optimizer.max_steps == 7
 
 
@@ -95,9 +95,9 @@ def test_an_unknown_name_is_refused_with_a_suggestion(recipe):
 
 def test_a_word_without_a_flag_is_shown_only_if_it_is_a_path():
     """It may be a secret."""
-    advice = "; write --NAME VALUE, with quotes around a glob or a name with spaces"
-    assert refused("--dataset_name", "a.txt", "hf_secret") == f"a word without a flag{advice}"
-    assert refused("--dataset_name", "a.txt", __file__) == f"a word without a flag: {__file__!r}{advice}"
+    advice = "; write --NAME VALUE, and quote a glob or a name with spaces"
+    assert refused("--dataset_name", "a.txt", "hf_secret") == f"unexpected argument{advice}"
+    assert refused("--dataset_name", "a.txt", __file__) == f"unexpected argument: {__file__!r}{advice}"
 
 
 def test_values_of_a_recipe_are_read_as_they_are_written(recipe):

@@ -136,7 +136,7 @@ def test_a_number_of_processes_that_cannot_share_the_golden_run_still_tries_its_
     argv = ["--n_layer", "2", "--n_embd", "64", "--n_head", "2", "--total_batch_tokens", "5120"]
     lines = lines_of(ok(launch("ddp", 5, ROOT / "recipe/preflight.py", *argv, cwd=tmp_path)).stdout)
     assert wrong_checks(lines) == set()
-    assert "not tried: its 48 sequences do not divide by 5 devices" in lines["golden run"]
+    assert "skipped: its 48 sequences cannot be divided among 5 devices" in lines["golden run"]
     assert "tokens/s" in lines["trial"]
 
 
@@ -156,15 +156,15 @@ def test_a_resumed_run_that_is_not_the_uninterrupted_one_is_named(nats, differs,
     monkeypatch.setattr(preflight, "golden_losses", golden_losses)
     shutil.copytree(whole_run[0], tmp_path / "adamw-fp32")
     _, problem = preflight.resumes(tmp_path, open_strategy("fp32"), {})
-    assert problem == ("what is read is not what was saved, or two runs differ" if differs else "")
+    assert problem == ("the state was not restored exactly, or runs here are not repeatable" if differs else "")
 
 
 @pytest.mark.parametrize(
     ("waits", "problem"),
     [
         ([0.9, 0.02, 0.04], ""),  # the first step waits for the compiler
-        ([0.0, 0.2, 0.3], "25 % of the time it waits for data: use a faster disk or network"),
-        ([0.0], "not two steps in two minutes: this device is too slow for the recipe"),
+        ([0.0, 0.2, 0.3], "25 % of the time goes into waiting for data: use a faster disk or network"),
+        ([0.0], "fewer than two steps in two minutes: this device is too slow for the recipe"),
     ],
 )
 def test_slow_data_and_a_slow_device_are_named(waits, problem, shards, tmp_path, monkeypatch):
@@ -204,7 +204,7 @@ def test_a_check_that_hangs_is_named_and_ends_the_command(tmp_path):
     assert result.returncode == 1, result.stdout + result.stderr
     lines = lines_of(result.stdout)
     assert wrong_checks(lines) == {"disk"}
-    assert lines["disk"].endswith(" it hangs: not finished after 180 s")
+    assert lines["disk"].endswith(" no result after 180 s: it hangs")
     assert json.loads((tmp_path / "runs/preflight.json").read_text())["passed"] is False
 
 

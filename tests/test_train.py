@@ -328,7 +328,7 @@ def test_fine_tuning_starts_from_given_weights(shards, whole_run, tmp_path):
         ({"dataset_name": "{run}/step_00000020/model.safetensors"}, 2, "model.safetensors cannot be read .not UTF-8"),
         ({"dataset_name": "{tmp}/empty.txt"}, 2, "empty.txt: holds no text"),
         ({"init_from": "{tmp}"}, 2, "no model.safetensors"),
-        ({"init_from": "{run}/step_00000020"}, 0, "\nweights    of .*step_00000020 at step 0\n"),
+        ({"init_from": "{run}/step_00000020"}, 0, "\nweights    initialized from .*step_00000020\n"),
         ({"init_from": "{run}/step_00000020", "n_embd": 64}, 2, r"init_from .* has n_embd \d+ \(recipe: 64\)"),
         ({"init_from": "ORG/NAME"}, 0, "note +not checked: init_from ORG/NAME .*the Hub cannot be reached"),
         ({"output_dir": "{run}", "seed": 2}, 0, "validation"),  # the earlier run is not on those devices
@@ -350,7 +350,7 @@ def test_a_dry_run_for_other_devices_checks_the_inputs(
 @pytest.mark.parametrize(
     ("fields", "code", "output"),
     [
-        ({"learning_rate": 5e-3}, 0, "finished .*: nothing was trained; "),
+        ({"learning_rate": 5e-3}, 0, "finished .*; raise --max_steps to train longer, "),
         ({"max_steps": 30}, 0, "resume +from step 20 "),
         ({"seed": 2}, 2, "holds a run with other settings: seed "),
         ({"seed": 2, "fresh": "true"}, 0, "validation"),

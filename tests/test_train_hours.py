@@ -62,7 +62,7 @@ def complete_run(shards, once, tmp_path):
 def test_a_run_decays_and_is_complete_in_time(shards, complete_run, tmp_path, processes, capsys, monkeypatch):
     run, output = complete_run(processes)
     decay_start, last = (int(path.name[5:]) for path in checkpoints(run))
-    assert f"decay      begins after step {decay_start:,}; the run has {last:,} steps" in output
+    assert f"decay      begins after step {decay_start:,}; the run will end at step {last:,}" in output
     assert "resuming with" not in output  # the user has changed nothing
     assert last / 2 == pytest.approx(decay_start, abs=1)
     lines = by_step(run)
@@ -121,7 +121,7 @@ def test_the_decay_can_become_due_during_an_evaluation_after_the_save(shards, tm
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"lr_scheduler_type": "cosine", "decay_fraction": 0.2}, "train_hours is for lr_scheduler_type wsd"),
+        ({"lr_scheduler_type": "cosine", "decay_fraction": 0.2}, "train_hours needs lr_scheduler_type wsd"),
         ({"max_steps": 5}, "max_steps and train_hours set the length of the run"),
         ({"decay_fraction": 0.9}, "decay_fraction 0.9 leaves too little time before the decay"),
     ],

@@ -47,7 +47,7 @@ def test_a_second_run_is_refused_and_told_the_owner(tmp_path, holder, monkeypatc
     owner = rf"process {holder} on {socket.gethostname()}"
     (tmp_path / "metrics.jsonl").touch()
     for fresh in (False, True):
-        with pytest.raises(UserError, match=rf"another run writes there \({owner}\); wait for it"):
+        with pytest.raises(UserError, match=rf"another run is writing there \({owner}\); wait for it"):
             run_directory(tmp_path, fresh=fresh).__enter__()
     assert (tmp_path / "metrics.jsonl").exists()
 

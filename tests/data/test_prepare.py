@@ -279,7 +279,8 @@ def test_validation_documents_of_a_long_text_come_from_all_over_it(tmp_path, mon
     data = data_of(write_jsonl(tmp_path / "d.jsonl", texts), tmp_path / "out", shard_tokens=20_000)
     interrupted_at(monkeypatch, data, 4)
     manifest = prepare(data)
-    assert "val tokens (documents from all over it), 2040 documents" in capsys.readouterr().out
+    summary = r" of 2040 documents: .* validation tokens \(of the text: documents from all over it\) in "
+    assert re.search(summary, capsys.readouterr().out)
     documents = {}
     for split in ("train", "val"):
         text = encoding().decode(tokens_in(tmp_path / "out", split))
@@ -369,9 +370,9 @@ def zipped(data: bytes) -> bytes:
         ("d.parquet", b"nonsense", " cannot be read"),
         ("d.json", b'[{"text": "a"}, 5]', r", item 2: a JSON int; expected one object per line, or in \.json"),
         ("d.csv", b'id,text\n1,"a', ", line 2: unexpected end of data; is a quote not closed"),
-        ("d.csv", b"id,text\n1,a,\n2,b,c\n", ", line 3: not the header's fields; quote texts .* ','"),
-        ("d.csv", b"text\nFriends, Romans, countrymen\n", ", line 2: not the header's fields; quote"),
-        ("d.tsv", b"id\ttext\n1\ta\n2\n", r", line 3: not the header's fields; quote .* '\\t'"),
+        ("d.csv", b"id,text\n1,a,\n2,b,c\n", ", line 3: fields unlike the header; quote texts .* ','"),
+        ("d.csv", b"text\nFriends, Romans, countrymen\n", ", line 2: fields unlike the header; quote"),
+        ("d.tsv", b"id\ttext\n1\ta\n2\n", r", line 3: fields unlike the header; quote .* '\\t'"),
         ("d.csv", b"id,body\n1,a\n", "there are: id, body.*--text_column; the first line must name the columns"),
         ("d.csv", b"y" * 3000 + b"\n", r"no column 'text'; there are: y{40}\. Choose"),
         ("d.csv", b"id;text;note\n1;a;b\n", r"there are: id;text;note\. .* must name the columns, separated by ','"),
@@ -381,7 +382,7 @@ def zipped(data: bytes) -> bytes:
         ("d.txt", b"caf\xe9", r" cannot be read \(not UTF-8: byte 0xe9\); .* iconv -f ENCODING -t UTF-8 .* -c .*drops"),
         ("d.jsonl", b'{"text": "caf\xe9"}', r" cannot be read \(not UTF-8: byte 0x"),
         ("d.txt", "plain".encode("utf-16"), r" cannot be read \(not UTF-8: byte 0x"),
-        ("d.txt", "plain".encode("utf-16-le"), r" cannot be read \(it holds NUL .* is often CP1252 or UTF-16, "),
+        ("d.txt", "plain".encode("utf-16-le"), r" cannot be read \(it holds NUL .* is often CP1252 or UTF-16; "),
         ("d.txt", "plain".encode("utf-32-be"), r" cannot be read \(it holds NUL characters\)"),
         ("d.txt", b"plain " * 400 + bytes(2000), r" cannot be read \(it holds NUL characters\)"),
         ("d.txt.gz", zipped(b"caf\xe9"), r" cannot be read \(not UTF-8: byte 0x"),
@@ -433,8 +434,8 @@ def test_the_command_makes_the_same_shards_and_summarizes_them(reference, tmp_pa
     result = ok(processes.run("-m", "recipe.data.prepare", *command, "--dataset_name", str(tmp_path / "out")))
     start, summary = result.stdout.splitlines()
     assert start.startswith(f"data       tokenizing {reference.text} into {tmp_path}")
-    assert f"{len(reference.contents)} shards, " in summary
-    assert "299 documents in " in summary
+    assert f"{len(reference.contents)} shards of 299 documents: " in summary
+    assert " validation tokens (of the text: the end) in " in summary
     assert contents(tmp_path / "out") == reference.contents
     assert main([*command, "--dataset_name", str(reference.out.parent)]) == 2
     assert "holds other files" in capsys.readouterr().err

@@ -79,7 +79,7 @@ def test_the_shards_of_build_nanogpt_are_read(tmp_path):
     assert ShardReader(shard.path).runs(np.array([0, 990]), 9).tolist() == [GOOD[:9].tolist(), GOOD[990:].tolist()]
     assert ShardReader(shard.path).read().tolist() == GOOD.tolist()
     np.save(tmp_path / "a.npy", GOOD.astype(np.int64))
-    with pytest.raises(UserError, match=r"a\.npy: an array of int64 with 1 dimensions; of \.npy files those with one"):
+    with pytest.raises(UserError, match=r"a\.npy: an array of int64 with 1 dimensions; a \.npy shard must have one"):
         ShardReader(tmp_path / "a.npy")
     (tmp_path / "a.npy").write_bytes(shard.path.read_bytes()[:1500])
     with pytest.raises(UserError, match=r"a\.npy cannot be read .* copy it again"):

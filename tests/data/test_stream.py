@@ -184,7 +184,7 @@ def alive(pid):
     [
         ({"val_documents": 0}, "streaming local text needs val_documents"),
         ({"disk_budget_gb": 1e-5}, r"disk_budget_gb 1e-05: .* lower shard_tokens"),
-        ({"val_documents": 10_000}, "no text besides .*; lower val_documents"),
+        ({"val_documents": 10_000}, "no text beyond .*; lower val_documents"),
     ],
 )
 def test_a_stream_that_cannot_start_is_refused(prepared, tmp_path, changes, message):

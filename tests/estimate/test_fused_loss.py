@@ -54,7 +54,7 @@ def fused_run(shards, tmp_path_factory):
 
 def test_a_kernel_that_is_right_and_faster_is_used(fused_run, unfused_run):
     directory, line = fused_run
-    match = re.fullmatch(r"loss       fused kernel, checked here: (\S+) from PyTorch's, 4.1x its speed", line)
+    match = re.fullmatch(r"loss       fused kernel, checked on this device: (\S+) from PyTorch's, 4.1x as fast", line)
     assert match, line
     assert 0 < float(match[1]) < 1e-5
     assert fused(directory) is True
@@ -76,14 +76,14 @@ def test_an_audit_replays_the_choice(fused_run, capsys, monkeypatch):
     assert audit.main([str(fused_run[0]), "--last", "2", "--launch", launcher]) == 0
     assert capsys.readouterr().out.count("4 steps equal to the bit") == 2
     assert audit.main([str(fused_run[0])]) == 69  # this device has no such kernel
-    assert "fused_loss needs a GPU with CUDA, and Triton; remove fused_loss" in capsys.readouterr().out
+    assert "fused_loss true needs a CUDA GPU and Triton; use auto" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("kernel", "reason"),
     [
-        ("wrong", r"the kernel is wrong here: 1e-02 from PyTorch's, 4\.1x its speed"),
-        ("slow", r"the kernel is slow here: \S+ from PyTorch's, 0\.9x its speed"),
+        ("wrong", r"the kernel is wrong here: 1e-02 from PyTorch's, 4\.1x as fast"),
+        ("slow", r"the kernel is slow here: \S+ from PyTorch's, 0\.9x as fast"),
         ("broken", "the kernel fails here, RuntimeError: ptxas: no such device"),
     ],
 )
@@ -99,7 +99,8 @@ def test_a_bad_kernel_is_not_used_and_the_summary_gives_the_reason(shards, unfus
     [
         ((math.nan, 0.0), 2.0, [], "loss       not fused: the kernel is wrong here: "),
         ((0.0, math.nan), 2.0, [], "loss       not fused: the kernel is wrong here: "),
-        ((0.0, 0.0), 0.9, ["--deterministic=true"], "loss       fused kernel, checked here: "),  # by no timing
+        # Not by a timing.
+        ((0.0, 0.0), 0.9, ["--deterministic=true"], "loss       fused kernel, checked on this device: "),
     ],
 )
 def test_nan_is_wrong_and_a_deterministic_run_asks_only_whether_the_kernel_is_right(
@@ -109,7 +110,7 @@ def test_nan_is_wrong_and_a_deterministic_run_asks_only_whether_the_kernel_is_ri
     monkeypatch.setattr("recipe.estimate.fused_loss.compare", lambda *_: (errors, speedup))
     config, printed = fused_loss(parse_config(["--config=gpt2", *options]), open_strategy("fp32"))
     assert printed.startswith(line)
-    assert config.run.fused_loss is line.endswith("checked here: ")
+    assert config.run.fused_loss is line.endswith("checked on this device: ")
 
 
 def test_no_process_uses_a_kernel_that_is_wrong_on_one(shards, tmp_path):
@@ -123,7 +124,7 @@ def test_a_dry_run_expects_the_kernel_on_cuda_only(devices, expected):
     config = parse_config(["--config=gpt2", f"--dry_run={devices}"])
     config, line = fused_loss(config, open_strategy("auto", config.run.plan_device))
     assert config.run.fused_loss is expected
-    assert line == ("loss       fused kernel, if the run finds it right and faster" if expected else "")
+    assert line == ("loss       fused kernel, if a trial finds it correct and faster" if expected else "")
 
 
 def test_a_cpu_uses_no_kernel_and_prints_no_line(whole_run):

@@ -87,7 +87,7 @@ def test_shards_equal_the_models_own_loss(model_dir, loaded, tmp_path, command, 
         command(perplexity, name, *options)
         rerun = json.loads((name / "results.json").read_text())["perplexity"]
         assert (rerun["windows"], rerun["scores"]) == (windows, full_scores)
-        assert "keeps earlier scores" in capsys.readouterr().out
+        assert "note: earlier scores in " in capsys.readouterr().out
         name.rename("step_00000020")
 
 
@@ -133,7 +133,7 @@ def test_a_partial_evaluation_replaces_neither_full_scores_nor_other_tasks(tmp_p
     assert write("arc", 0.3, True) == {"arc": 0.3}
     assert "note" not in capsys.readouterr().out
     assert write("arc", 0.4, False) == {"arc": 0.3}
-    assert "keeps earlier scores" in capsys.readouterr().out
+    assert "note: earlier scores in " in capsys.readouterr().out
     assert write("piqa", 0.5, True) == {"arc": 0.3, "piqa": 0.5}
     assert write("arc", 0.6, True) == {"arc": 0.6, "piqa": 0.5}
     assert write("arc", 0.1, False, "b") == {"arc": 0.1}
@@ -182,7 +182,7 @@ def test_shards_of_another_tokenizer_of_the_same_size_are_noted(whole_run, tmp_p
     (tmp_path / "manifest.json").write_text(json.dumps({"vocab_size": 50257, "tokenizer": digest}))
     command(perplexity, whole_run[0], "--data", tmp_path, "--output", tmp_path / "results.json")
     assert ("note: " in (out := capsys.readouterr().out)) == (digest != "gpt2")
-    assert ("made with the tokenizer 0123456789abcdef, but the model's is gpt2" in out) == ("note: " in out)
+    assert ("was made with tokenizer 0123456789abcdef, the model with gpt2: " in out) == ("note: " in out)
 
 
 def test_the_hellaswag_metric_by_hand(tmp_path):
@@ -326,7 +326,7 @@ def test_a_hostile_model_neither_unpickles_nor_runs_code(model_dir, tmp_path, er
     monkeypatch.setattr("builtins.input", None)
     index = {"weight_map": dict.fromkeys(load_file(weights), "pytorch_model.bin")}
     (model / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(common.UserError, match="lists other files than safetensors beside it"):
+    with pytest.raises(common.UserError, match="lists files that are not safetensors in its own directory"):
         load(model)
     weights.rename(model / "model.safetensors")
     for settings in (config | {"auto_map": mapped}, config | {"auto_map": mapped, "model_type": "theirs"}):
@@ -364,7 +364,7 @@ def test_an_incomplete_or_damaged_model_is_refused(model_dir, tmp_path, capsys):
     weights = load_file(model_dir / "model.safetensors")
     save_file(weights | {"score.weight": torch.ones(2)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
     load(tmp_path)
-    assert "note: the model has no use for 1 of the file's weights, such as score.weight" in capsys.readouterr().out
+    assert "note: 1 weights in the file are not used by the model, such as score.weight" in capsys.readouterr().out
     weights["transformer.h.1.mlp.c_fc.weight"][0, 0] = math.nan
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(common.UserError, match=r"h\.1\.mlp\.c_fc\.weight has values that are NaN or infinite"):
@@ -428,7 +428,9 @@ def test_results_of_other_weights_are_not_shown(whole_run, tmp_path, command, ca
     (moved / "results.json").write_text(json.dumps(results))
     capsys.readouterr()
     assert "HellaSwag" not in model_card(moved)
-    assert f"note: hellaswag in {moved}/results.json is of another model, and is not shown\n" == capsys.readouterr().out
+    assert capsys.readouterr().out == (
+        f"note: not showing hellaswag in {moved}/results.json: it was measured on another model\n"
+    )
 
 
 @pytest.mark.parametrize(

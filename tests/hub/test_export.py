@@ -52,7 +52,7 @@ def test_an_export_replaces_nothing(whole_run, tmp_path, capsys):
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     for other in (out, run / "step_00000020", run, project, project / "README.md"):
         assert export.main([str(run), "--out", str(other)]) == 2
-        message = f"--out {other} exists; move it away, or name another directory (make export OUT=NAME)"
+        message = f"--out {other} exists already; move it away, or name another directory (make export OUT=NAME)"
         assert message in capsys.readouterr().err
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 

@@ -73,7 +73,7 @@ def test_a_run_uploads_its_milestones_and_its_last_checkpoint(shards, whole_run,
         result = ok(train(hub, shards, run, hub_private_repo=True))
         assert_on_the_hub(hub, run)
         assert hub.models[REPO].private
-        assert f"upload     to {hub.url}/{REPO}: every 10 steps and the last checkpoint\n" in result.stdout
+        assert f"upload     checkpoints to {hub.url}/{REPO}: one every 10 steps and the last\n" in result.stdout
         assert all(f"{hub.url}/{REPO}/tree/{branch}" in result.stdout for branch in BRANCHES)
     columns = ("loss", "val_loss", "grad_norm")
     assert recorded(run, *columns) == recorded(whole_run[0], *columns)
@@ -86,7 +86,7 @@ def test_a_run_uploads_its_milestones_and_its_last_checkpoint(shards, whole_run,
 def test_a_stopped_run_names_the_command_that_uploads_its_checkpoint(hub, shards, tmp_path):
     result = train(hub, shards, tmp_path / "run", milestone_steps=0, max_hours=1e-9)
     assert result.returncode == 75
-    assert f"upload     to {hub.url}/{REPO}: the last checkpoint\n" in result.stdout
+    assert f"upload     checkpoints to {hub.url}/{REPO}: the last\n" in result.stdout
     assert f"upload     make push RUN={tmp_path / 'run'} REPO={REPO} uploads that checkpoint" in result.stdout
 
 
@@ -99,10 +99,10 @@ def test_a_run_pushed_with_its_state_can_be_audited_from_the_hub(hub, run, shard
     monkeypatch.setattr(audit, "subprocess", processes.forking)
     assert push(run) == 0
     assert audit.main(["--repo", REPO]) == 2
-    assert "only uploads of --push_to_hub state" in capsys.readouterr().err
+    assert "only a run with --push_to_hub state can be audited" in capsys.readouterr().err
     assert upload.open_uploads(config_of(run, push_to_hub="state"), Processes()).wait() == 0
     assert audit.main(["--repo", REPO]) == 2
-    assert f"dataset_name '{shards}' of {REPO} is a path of its author" in capsys.readouterr().err
+    assert f"dataset_name '{shards}' is a path on the computer of {REPO}'s author" in capsys.readouterr().err
     arguments = ["--repo", REPO, "--flags", f"--dataset_name {shards}"]
     hub.models[REPO].branches = dict(
         reversed(hub.models[REPO].branches.items())
@@ -122,7 +122,7 @@ def test_a_run_pushed_with_its_state_can_be_audited_from_the_hub(hub, run, shard
     for name, content in (("adapter_config.json", b"{}"), ("model.safetensors", b"another's")):
         main[name] = content  # from_pretrained would load it
         assert audit.main(arguments) == 69
-        assert capsys.readouterr().out.endswith("main: cannot be compared: its model is that of no branch step-...\n")
+        assert capsys.readouterr().out.endswith("main: cannot be compared: no branch step-... has the same model\n")
     main.clear()  # the run has not ended yet
     assert audit.main(arguments) == 0
 
@@ -282,7 +282,7 @@ def test_a_damaged_checkpoint_does_not_reach_the_hub(hub, run, tmp_path, caplog,
     config.unlink()
     config.symlink_to(tmp_path / "secret")
     assert uploads_of(run).wait() == 2
-    assert f"upload     main is refused: {config.parent}: config.json is a link" in caplog.text
+    assert f"upload     not uploading main: {config.parent}: config.json is a link" in caplog.text
     assert set(hub.models[REPO].branches) == {"main", "step-000010"}
     assert not hub.files(REPO, "main")
     assert push(run) == 2
@@ -322,8 +322,8 @@ def test_a_refused_license_stops_a_run_before_its_first_step_and_a_push(hub, run
     assert not (tmp_path / "new" / "metrics.jsonl").exists()
     assert push(run, "--license", "mine") == 2
     for message in (error, capsys.readouterr().err):
-        assert "the Hub refuses the model card" in message
-        assert "hub_license, or a push's --license" in message
+        assert "the Hub rejects the model card" in message
+        assert "set hub_license (of a push: --license)" in message
     assert uploads_of(run, license="mine").wait() == 2  # the Hub accepted it at the start
     assert not hub.files(REPO, "main")
 
@@ -357,12 +357,12 @@ def test_nothing_goes_to_a_public_repository_against_hub_private_repo(hub, run, 
     assert hub.models[REPO].private
     hub.models[REPO].private = False  # made public on its page during the run
     assert uploads_of(run, private=True).wait() == 2
-    assert "acme/gpt2 is a public repository, and hub_private_repo wants a private one" in caplog.text
+    assert "acme/gpt2 is public, but hub_private_repo asks for a private repository" in caplog.text
     assert push(run, "--private", repo="acme/mine") == 0
     assert hub.models["acme/mine"].private
     change(run / "step_00000020", hub_private_repo=True)  # a push by hand follows the run's configuration
     assert push(run) == 2
-    assert "is a public repository" in capsys.readouterr().err
+    assert "is public, but hub_private_repo asks" in capsys.readouterr().err
     assert not hub.files(REPO, "main")
 
 
@@ -372,7 +372,7 @@ def test_an_unreachable_hub_stops_a_push_but_not_a_training_run(hub, run, caplog
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://user:s3cret@127.0.0.1:9")
     monkeypatch.setattr(upload, "RETRY_PAUSE_S", 0.1)
     uploads = upload.open_uploads(config, Processes())
-    unreachable = "upload     http://127.0.0.1:9 cannot be used now (ConnectError: "
+    unreachable = "upload     http://127.0.0.1:9 does not answer now (ConnectError: "
     assert unreachable in caplog.text
     assert push(run) == 75
     screen = capsys.readouterr().out

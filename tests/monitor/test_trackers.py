@@ -139,7 +139,7 @@ def test_a_tracker_that_fails_costs_one_warning(tmp_path, monkeypatch, messages,
     monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "tensorboard", broken)
     track(tmp_path / "run", "tensorboard", 0, 10, 20)
     warnings = [line for line in messages() if line.startswith("WARNING")]
-    assert warnings == ["WARNING    tensorboard: no luck with ***; the run goes on without it, metrics.jsonl has all"]
+    assert warnings == ["WARNING    tensorboard: no luck with ***; the run goes on without it; metrics.jsonl has all"]
     assert fails.call_count == 1
     assert broken.mock_calls[-1][0] in ("", f"().{method}")  # it is not called again
 
