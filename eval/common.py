@@ -110,7 +110,7 @@ def run_main(main: Callable[[], None]) -> None:
     try:
         main()
     except KeyboardInterrupt:
-        sys.exit(ExitCode.LEFT_AT_ONCE)
+        sys.exit(ExitCode.INTERRUPTED)
     except (UserError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

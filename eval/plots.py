@@ -37,7 +37,7 @@ RC_PARAMS = {
 
 
 @dataclass(frozen=True)
-class Picture:
+class Plot:
     """A figure with its caption; `name` is the file name without its suffix."""
 
     name: str
@@ -46,7 +46,7 @@ class Picture:
     figure: Figure
 
 
-def draw_pictures(runs: list[Run], references: list[Reference]) -> list[Picture]:
+def draw_plots(runs: list[Run], references: list[Reference]) -> list[Plot]:
     """All plots for which the runs have data. Call this and save the figures within RC_PARAMS."""
     plots = {"loss": (draw_loss, 2), "training": (draw_training, 4)}
     if any(len(run.series("hellaswag_llmc_acc_norm")[0]) for run in runs):
@@ -55,7 +55,7 @@ def draw_pictures(runs: list[Run], references: list[Reference]) -> list[Picture]
     for name, (draw, panels) in plots.items():
         figure = Figure(figsize=(WIDTH, 1.6 + 1.1 * panels), layout="constrained")
         title, caption = draw(np.ravel(figure.subplots(panels // 2, 2)), runs, references)
-        pictures.append(Picture(name, title, caption, figure))
+        pictures.append(Plot(name, title, caption, figure))
     return pictures
 
 

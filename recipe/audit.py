@@ -386,7 +386,7 @@ def main(argv: list[str] | None = None) -> int:
         return fail(error)
     except KeyboardInterrupt:
         print("\nstopped; the run is unchanged", file=sys.stderr)
-        return ExitCode.LEFT_AT_ONCE
+        return ExitCode.INTERRUPTED
 
 
 def _main(arguments: argparse.Namespace, directory: Path) -> int:

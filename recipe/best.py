@@ -43,7 +43,7 @@ from recipe.data.tokenizer import GPT2, open_tokenizer
 from recipe.engine.factory import open_strategy
 from recipe.engine.launch import fail, is_local_main_process
 from recipe.engine.strategy import Strategy
-from recipe.estimate.forecast import MOST_EPOCHS, Fields, Forecast, Forecaster, config_of, yaml_of
+from recipe.estimate.forecast import MAX_EPOCHS, Fields, Forecast, Forecaster, config_of, yaml_of
 from recipe.estimate.scaling import SIZES, Size, law
 from recipe.train import run
 from recipe.utils.checkpoints import read_metrics
@@ -56,11 +56,11 @@ from recipe.utils.units import duration, si
 logger = logging.getLogger("recipe.best")
 
 OWN_TOKENIZER_BELOW = 1e17  # FLOPs of a run in which the head for GPT-2's 50,257 tokens would take most of the time
-PACED_STEPS, PACED_RUNS = 20, 3  # steps that measure a speed, and how many speeds are measured at most
-COMPILED_FROM_S = 900  # seconds of a run from which sizes are compiled before they are timed
-TRIAL_SHARES, LONGEST_TRIAL_S = (0.02, 0.12), 300  # of the time, so far apart that they show how the text is learned
-WELL_BEFORE = 0.8  # of the time: a run that has taken all useful epochs by then stops there; others fill the time
-SHORTEST_S, LEAST_LEFT_S = 90, 5  # of the time given, and of what the search leaves of it
+SPEED_STEPS, SPEED_RUNS = 20, 3  # steps that measure a speed, and how many speeds are measured at most
+MIN_COMPILED_S = 900  # seconds of a run from which sizes are compiled before they are timed
+TRIAL_SHARES, MAX_TRIAL_S = (0.02, 0.12), 300  # of the time, so far apart that they show how the text is learned
+EARLY_END = 0.8  # of the time: a run that has taken all useful epochs by then stops there; others fill the time
+MIN_TIME_S, MIN_LEFT_S = 90, 5  # of the time given, and of what the search leaves of it
 # Fields that best.py chooses, and fields on which its other choices depend, so they cannot be changed.
 CHOSEN = {"n_layer", "n_head", "n_embd", "n_positions", "sequence_length", "total_batch_tokens", "init_from"}
 FIXED = {"optim", "lr_scheduler_type", "config"}
@@ -133,8 +133,8 @@ def parse_request(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         amount, request.hours = f"{request.tokens:g}-tokens".replace("e+0", "e").replace("e+", "e"), 0
     if not request.tokens >= 0:
         raise UserError(f"--tokens {request.tokens:g}: give how many to train on, such as 1e9")
-    if not request.tokens and not 3600 * request.hours >= SHORTEST_S:
-        raise UserError(f"{request.hours:g} hours are too few to start; give {SHORTEST_S / 3600:g} or more")
+    if not request.tokens and not 3600 * request.hours >= MIN_TIME_S:
+        raise UserError(f"{request.hours:g} hours are too few to start; give {MIN_TIME_S / 3600:g} or more")
     given = {flag[2:].partition("=")[0] for flag in flags if flag.startswith("--")}
     for name in given - FIELDS.keys():
         raise UserError(f"unknown '--{name}'{hint(name, FIELDS | vars(request))}")
@@ -210,13 +210,13 @@ def search(
         seconds = forecaster.seconds_for(request.tokens)
     else:
         seconds = strategy.runtime.processes.broadcast_object(seconds - (time.time() - started + overhead))
-        if seconds < LEAST_LEFT_S:
+        if seconds < MIN_LEFT_S:
             raise UserError("the search has used up the time; give more --hours")
     best = forecaster.best(seconds)
     log_forecasts(forecaster, forecaster.forecasts(seconds), best, "tokens" if request.tokens else "time")
     fields = forecaster.recipe(best.size, best.tokens)
     training_s = best.tokens / forecaster.tokens_per_second(best.size)
-    if request.tokens or training_s < WELL_BEFORE * seconds:
+    if request.tokens or training_s < EARLY_END * seconds:
         steps = max(1, round(best.tokens / fields["total_batch_tokens"][0]))
         fields["max_steps"] = steps, "as requested" if request.tokens else "more epochs would not lower the loss"
         if not request.tokens:
@@ -274,12 +274,12 @@ def try_sizes(forecaster: Forecaster, seconds: float, flags: list[str], torch_co
     to its training. A collective call."""
     measured, trials_s = set(), trial_seconds(seconds)
     seconds -= sum(trials_s)  # which may make a smaller size the best
-    for _ in range(PACED_RUNS):
+    for _ in range(SPEED_RUNS):
         best = forecaster.best(seconds)
         best_run = best.size, forecaster.recipe(best.size, best.tokens)["total_batch_tokens"][0]
         if best_run not in measured:
             measured.add(best_run)
-            measure_speed(forecaster, best, flags, torch_compile and seconds > COMPILED_FROM_S)
+            measure_speed(forecaster, best, flags, torch_compile and seconds > MIN_COMPILED_S)
     best, overhead = forecaster.best(seconds), 0.0
     for trial_s in trials_s:
         overhead = measure_loss(forecaster, best, trial_s, flags)
@@ -288,16 +288,16 @@ def try_sizes(forecaster: Forecaster, seconds: float, flags: list[str], torch_co
 
 def trial_seconds(seconds: float) -> list[float]:
     """Seconds of training in each trial, for a run of `seconds` that includes the trials."""
-    return [min(LONGEST_TRIAL_S, share * seconds) for share in TRIAL_SHARES]
+    return [min(MAX_TRIAL_S, share * seconds) for share in TRIAL_SHARES]
 
 
 def measure_speed(forecaster: Forecaster, forecast: Forecast, flags: list[str], torch_compile: bool) -> None:
     """Takes some steps of the run of a forecast, with its batch: a GPU takes as long for a smaller one. A collective
     call."""
     fields = forecaster.recipe(forecast.size, forecast.tokens)
-    batch, window = fields["total_batch_tokens"][0], PACED_STEPS // 4
-    logger.info("speed      measuring %s: %d steps of %s tokens", name_of(forecast.size), PACED_STEPS, f"{batch:,}")
-    own_flags = [f"--max_steps={PACED_STEPS}", "--warmup_steps=1", f"--logging_steps={window}"]
+    batch, window = fields["total_batch_tokens"][0], SPEED_STEPS // 4
+    logger.info("speed      measuring %s: %d steps of %s tokens", name_of(forecast.size), SPEED_STEPS, f"{batch:,}")
+    own_flags = [f"--max_steps={SPEED_STEPS}", "--warmup_steps=1", f"--logging_steps={window}"]
     own_flags.append(f"--eval_tokens={batch}")
     flags = [f"--torch_compile={torch_compile}".lower(), *flags, *own_flags]  # the user's torch_compile wins
     lines = train_and_delete(forecaster.strategy, fields, flags)
@@ -356,11 +356,11 @@ def log_forecasts(forecaster: Forecaster, forecasts: list[Forecast], best: Forec
         )
     limits = {
         "time": f"the {budget}; " + ("no model is larger" if best.size == SIZES[-1] else "with more, a larger model"),
-        "text": f"the text, for a larger model and for more than {MOST_EPOCHS} epochs",
+        "text": f"the text, for a larger model and for more than {MAX_EPOCHS} epochs",
         "memory": "memory: a larger model does not fit",
     }
     limit = limits[best.limit]
-    if best.limit == "text" and best.tokens < MOST_EPOCHS * text.tokens:
+    if best.limit == "text" and best.tokens < MAX_EPOCHS * text.tokens:
         limit = f"the {budget}, and the text for a larger model"
     logger.info("limit      %s. Expected losses are within about %s", limit, f"{forecaster.relative_error(best):.0%}")
 

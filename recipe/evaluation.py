@@ -20,7 +20,7 @@ from recipe.model.gpt2 import GPT2LMHeadModel
 from recipe.model.loss import IGNORE_INDEX
 from recipe.monitor.metrics import Metrics
 from recipe.optim.spike_filter import WAY_OUT
-from recipe.utils.errors import Lasting
+from recipe.utils.errors import Permanent
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class Evaluator:
     def validate(self, model: torch.nn.Module, step: int) -> dict[str, float]:
         """val_loss, the mean loss in nats per token over the first eval_tokens of the validation shards, the same ones
         for any number of processes. The data sets of a mixture share eval_tokens equally, have columns of their own,
-        and are weighted by their shares in the mean. `model` is the prepared one. Raises Lasting if the loss is not
+        and are weighted by their shares in the mean. `model` is the prepared one. Raises Permanent if the loss is not
         finite."""
         parts, length = self.data.parts, self.config.data.sequence_length
         max_windows = max(1, self.config.run.eval_tokens // length // len(parts))
@@ -59,7 +59,7 @@ class Evaluator:
         model.train()
         val_loss = sum(share * losses[name] for name, share, _ in parts)
         if not math.isfinite(val_loss):
-            raise Lasting(f"the validation loss at step {step} is {val_loss}: the model has diverged. {WAY_OUT}")
+            raise Permanent(f"the validation loss at step {step} is {val_loss}: the model has diverged. {WAY_OUT}")
         columns = {"val_loss": val_loss}
         if len(parts) > 1:
             columns |= {f"val_loss/{name}": loss for name, loss in losses.items()}

@@ -424,8 +424,8 @@ def gathered(strategy: Strategy, value) -> list:
     """The values of all processes. A collective call."""
     processes = strategy.runtime.processes
     values = [value] * processes.world_size
-    if processes.hosts is not None:
-        torch.distributed.all_gather_object(values, value, group=processes.hosts)
+    if processes.cpu_group is not None:
+        torch.distributed.all_gather_object(values, value, group=processes.cpu_group)
     return values
 
 

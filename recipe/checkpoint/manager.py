@@ -28,7 +28,7 @@ from recipe.engine.strategy import Strategy
 from recipe.model.gpt2 import GPT2LMHeadModel
 from recipe.optim.optimizer import steps_taken
 from recipe.utils.checkpoints import val_losses
-from recipe.utils.errors import Lasting, UserError, first_line, writing
+from recipe.utils.errors import Permanent, UserError, first_line, writing
 from recipe.utils.redaction import redacted
 from recipe.utils.units import plural
 
@@ -78,7 +78,7 @@ class CheckpointManager:
     def save(self, step: int, record: dict) -> None:
         """Starts to write a checkpoint of this step, unless it is saved already. `record` holds what was measured at
         this step; its line of metrics.jsonl is written after the evaluations. A collective call. Raises
-        Lasting."""
+        Permanent."""
         if step <= self._saved_step:
             return
         processes, self._saved_step = self._strategy.runtime.processes, step
@@ -92,7 +92,7 @@ class CheckpointManager:
             self.join()
             self._unsaved = None  # frees its memory for this checkpoint
             if processes.anywhere(processes.is_main and self._is_lost()):
-                raise Lasting(
+                raise Permanent(
                     f"{self._run_dir} was moved or replaced during this run, so nothing more is written there; to "
                     "continue, pass the directory that now holds the checkpoints as --output_dir"
                 )
@@ -137,12 +137,13 @@ class CheckpointManager:
         stop, path = self._strategy.runtime.stop, self._run_dir
         if getattr(self._error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
             with suppress(UserError):  # if none is intact, none is deleted
-                n_before, newest = len(checkpoints(path)), newest_intact(path)
-                self._prune(step_of(newest), limit=1) if newest else None
-                if n_deleted := n_before - len(checkpoints(path)):
-                    deleted = plural(n_deleted, "checkpoint")
-                    logger.warning("deleted    %s before %s, to make room for the last save", deleted, newest.name)
-                    self._write(checkpoint, 0.0, is_retry=True)
+                if newest := newest_intact(path):
+                    n_before = len(checkpoints(path))
+                    self._prune(step_of(newest), limit=1)
+                    if deleted := n_before - len(checkpoints(path)):
+                        text = plural(deleted, "checkpoint")
+                        logger.warning("deleted    %s before %s, to make room for the last save", text, newest.name)
+                        self._write(checkpoint, 0.0, is_retry=True)
         deadline, was_requested = time.monotonic() + RETRY_WINDOW_S, stop.requested  # a stop must not end the retries
         if isinstance(self._error, OSError):
             way_out = f"free some space or repair {path}; Ctrl-C gives up"

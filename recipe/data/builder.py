@@ -16,7 +16,7 @@ from pathlib import Path
 from recipe.config import DataConfig
 from recipe.data.producer import Producer
 from recipe.data.shards import DTYPE, HEADER_BYTES, Manifest
-from recipe.utils.errors import UserError, may_pass
+from recipe.utils.errors import UserError, is_transient
 from recipe.utils.files import replace_file
 from recipe.utils.log import set_up_logging
 from recipe.utils.redaction import redact, redacted
@@ -118,7 +118,7 @@ def main() -> None:
     except (UserError, OSError) as error:
         text = str(error) if isinstance(error, UserError) else f"{out}: {error}"
         try:
-            write_json(out / STATUS, {"error": text, "may_pass": may_pass(error)})
+            write_json(out / STATUS, {"error": text, "is_transient": is_transient(error)})
         except OSError:  # a full disk
             print(f"error: {redact(text)}", file=sys.stderr)
 

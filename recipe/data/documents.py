@@ -29,7 +29,7 @@ from recipe.utils.units import plural
 logger = logging.getLogger(__name__)
 
 PIECE = 1 << 18  # characters; a piece ends at the first safe cut after this many
-LONGEST_PIECE = 1 << 20
+MAX_PIECE = 1 << 20
 # No GPT-2 token spans a visible character and a blank after it, so cutting between them does not change the tokens.
 _SAFE_CUT = re.compile(r"\S(?=[ \n])")
 _BATCH_CHARS = 1 << 17  # characters that a thread tokenizes at once; more if one piece is longer
@@ -79,7 +79,7 @@ class Column:
             for document in documents:
                 yield from enumerate(in_pieces(document), index)
                 index = 0
-            while len(text) > LONGEST_PIECE + self._longest:  # its end may begin a separator
+            while len(text) > MAX_PIECE + self._longest:  # its end may begin a separator
                 piece = next(in_pieces(text))
                 yield index, piece
                 index, text = index + 1, text[len(piece) :]
@@ -156,8 +156,8 @@ def in_pieces(text: str) -> Iterator[str]:
     characters contain no blank, the cut falls between any two characters, which may add a token."""
     start = 0
     while start < len(text):
-        match = _SAFE_CUT.search(text, start + PIECE, start + LONGEST_PIECE)
-        end = match.end() if match else start + LONGEST_PIECE
+        match = _SAFE_CUT.search(text, start + PIECE, start + MAX_PIECE)
+        end = match.end() if match else start + MAX_PIECE
         yield text[start:end]
         start = end
 
@@ -248,14 +248,14 @@ class TextFiles:
                 logger.warning("data       %s: %s of %s rows have no %r", path, n_without, number, self.column.name)
 
     def _chunks(self, file: io.TextIOWrapper, packed_file: BinaryIO, start: int) -> Iterator[str]:
-        chunk = file.read(LONGEST_PIECE)
+        chunk = file.read(MAX_PIECE)
         is_binary = "\0" in chunk[:1000]  # as are archives, and English in UTF-16
         while chunk:
             if is_binary or chunk.count("\0") > len(chunk) / 4:  # as at the end of an interrupted copy
                 raise ValueError("it holds NUL characters")
             self.position = start + packed_file.tell()
             yield chunk
-            chunk = file.read(LONGEST_PIECE)
+            chunk = file.read(MAX_PIECE)
 
 
 def _batch_rows(file: pq.ParquetFile, column: str) -> int:

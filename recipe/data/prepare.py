@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
         return ExitCode.USER_ERROR
     except KeyboardInterrupt:
         print("\ninterrupted; the same command continues after the last finished shard", file=sys.stderr)
-        return ExitCode.LEFT_AT_ONCE
+        return ExitCode.INTERRUPTED
     return ExitCode.DONE
 
 

@@ -17,7 +17,7 @@ from recipe.config import DataConfig
 from recipe.config.catalog import REPO_NAME, text_suffix, unknown_data
 from recipe.data.documents import Column, Piece, TextFiles, tokenized
 from recipe.data.hub_text import HubText
-from recipe.data.shards import DTYPE, MANIFEST, Manifest, OpenShard, open_shard
+from recipe.data.shards import DTYPE, MANIFEST, Manifest, ShardWriter, open_shard
 from recipe.data.tokenizer import open_tokenizer
 from recipe.utils.errors import UserError
 from recipe.utils.units import some
@@ -179,7 +179,7 @@ class Producer:
             self._seek(split, number)
         self._next = None  # until this shard is finished
         size, position = self.tokens_of(split, number), START
-        with OpenShard(self.out / f"{split}.part") as shard:
+        with ShardWriter(self.out / f"{split}.part") as shard:
             while shard.tokens < size and (run := self._leftover or next(self._runs, None)):
                 position, tokens = run
                 chunk = tokens[: size - shard.tokens]
@@ -227,12 +227,12 @@ class Producer:
         for split, remaining in (("val", tokens[-val_count:]), ("train", tokens[:-val_count])):
             while len(remaining):
                 number = len(self.manifest.of(split))
-                with OpenShard(self.out / f"{split}.part") as shard:
+                with ShardWriter(self.out / f"{split}.part") as shard:
                     shard.append(remaining[: self.tokens_of(split, number)])
                     self._commit(shard, split, number, START)
                 remaining = remaining[shard.tokens :]
 
-    def _commit(self, shard: OpenShard, split: str, number: int, position: dict) -> None:
+    def _commit(self, shard: ShardWriter, split: str, number: int, position: dict) -> None:
         path, tokens = self.out / f"{split}_{number:06d}.bin", shard.tokens
         entries, sha256 = self.manifest.of(split), shard.commit(path)
         if number == len(entries):

@@ -52,13 +52,13 @@ def open_shard(shard: Shard) -> ShardReader:
     return reader
 
 
-class OpenShard:
+class ShardWriter:
     """A shard that is being written to the file `part`, which `commit` renames; without a commit it is deleted."""
 
     def __init__(self, part: Path):
         self.part, self.tokens = part, 0
 
-    def __enter__(self) -> OpenShard:
+    def __enter__(self) -> ShardWriter:
         self.part.unlink(missing_ok=True)
         self._file = open(self.part, "xb", buffering=1 << 20)
         self._file.write(bytes(HEADER_BYTES))  # the header is written last

@@ -79,7 +79,7 @@ def wait_for(out: Path, condition: Callable[[], object], awaited: str, closed: t
         if not (status := read_json(out / STATUS)):
             raise UserError(f"the process that makes the shards in {out} died; the same command resumes")
         if error := status.get("error"):
-            raise (Unreachable if status.get("may_pass") else UserError)(error)
+            raise (Unreachable if status.get("is_transient") else UserError)(error)
         if closed and closed.is_set():
             raise UserError("the run ended while it waited for data")
         if time.monotonic() - last_logged > _LOG_INTERVAL_S:

@@ -20,7 +20,7 @@ SAMPLE_BYTES = 1 << 24  # of text, to train a tokenizer on
 MEASURED_CHARACTERS = 1_000_000  # of the sample, on which bytes per token are measured
 ENGLISH = 4.4  # bytes per token of GPT-2's tokenizer
 READ_RATE = 0.02 * 50e6  # bytes to read for each second of the run, at 50 MB/s: a fiftieth of its time
-LEAST_TOKENS, VAL_TOKENS = 20_000, 60_000  # least in a text; aim for its validation part, at most a tenth
+MIN_TOKENS, VAL_TOKENS = 20_000, 60_000  # least in a text; aim for its validation part, at most a tenth
 
 
 @dataclass(frozen=True)
@@ -85,9 +85,9 @@ def survey(
     token_bytes = len(measured.encode()) / max(1, len(open_tokenizer(tokenizer).encode([measured])[0]))
     unread = source.size / readable if is_local and stride == 1 else 1
     tokens = kept_bytes * unread / token_bytes
-    if tokens < LEAST_TOKENS:
+    if tokens < MIN_TOKENS:
         problem = f"--text {name} has {tokens:,.0f} tokens in {kept_bytes:,} bytes, too few to train on"
-        least = f"{LEAST_TOKENS:,} or more, about {LEAST_TOKENS * ENGLISH:,.0f} bytes of English"
+        least = f"{MIN_TOKENS:,} or more, about {MIN_TOKENS * ENGLISH:,.0f} bytes of English"
         raise UserError(f"{problem}; give {least}")
     val_fraction = float(f"{min(0.1, max(0.01, VAL_TOKENS / tokens)):.1g}")
     tokens = (1 - val_fraction) * tokens if is_local else math.inf

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import tiktoken
 
-from recipe.utils.download import on_this_disk
+from recipe.utils.download import local_copy
 from recipe.utils.errors import UserError, first_line
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from transformers.models.gpt2 import tokenization_gpt2
 
 GPT2 = "gpt2"
-MOST_TOKENS = 1 << 16  # largest vocabulary whose ids fit into uint16
+MAX_VOCAB_SIZE = 1 << 16  # largest vocabulary whose ids fit into uint16
 END_OF_TEXT = 50256
 VOCAB_SIZE = 50257
 
@@ -111,7 +111,7 @@ class GPT2Tokenizer:
         tokenizer.save_pretrained(directory)
 
 
-class OwnTokenizer(GPT2Tokenizer):
+class CustomTokenizer(GPT2Tokenizer):
     """A byte-level BPE tokenizer from a directory or the Hub, loaded by transformers."""
 
     def __init__(self, name: str):
@@ -154,13 +154,13 @@ _REQUIRED = "tokenizer.json, such as a run's checkpoint: --tokenizer runs/NAME/s
 @lru_cache(maxsize=8)
 def open_tokenizer(name: str) -> GPT2Tokenizer:
     """The tokenizer that a configuration names. Raises UserError."""
-    return GPT2Tokenizer() if name == GPT2 else OwnTokenizer(name)
+    return GPT2Tokenizer() if name == GPT2 else CustomTokenizer(name)
 
 
 def _load(name: str) -> PreTrainedTokenizerFast:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    directory = on_this_disk(name, "tokenizer", _HUB_FILES, _REQUIRED)
+    directory = local_copy(name, "tokenizer", _HUB_FILES, _REQUIRED)
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     except Exception as error:  # the libraries raise many kinds
@@ -170,9 +170,10 @@ def _load(name: str) -> PreTrainedTokenizerFast:
         ) from None
     if not isinstance(tokenizer, PreTrainedTokenizerFast) or not _is_byte_level(tokenizer):
         raise UserError(f"tokenizer {name} is not a byte-level BPE, the only kind supported; choose one like GPT-2's")
-    if (size := max(tokenizer.get_vocab().values()) + 1) > MOST_TOKENS:
+    if (size := max(tokenizer.get_vocab().values()) + 1) > MAX_VOCAB_SIZE:
         raise UserError(
-            f"tokenizer {name} has {size:,} tokens; shards store uint16, so at most {MOST_TOKENS:,}; use a smaller one"
+            f"tokenizer {name} has {size:,} tokens; shards store uint16, so at most {MAX_VOCAB_SIZE:,}; use a "
+            "smaller one"
         )
     if tokenizer.eos_token_id is None:
         raise UserError(

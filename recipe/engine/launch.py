@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, is_torch_xla_available, parse_flag_from_env
 
 from recipe.engine.shutdown import StopSignal
-from recipe.utils.errors import ExitCode, Lasting, UserError, may_pass
+from recipe.utils.errors import ExitCode, Permanent, UserError, is_transient
 from recipe.utils.redaction import redact
 from recipe.utils.units import plural
 
@@ -97,7 +97,7 @@ def fail(error: Exception) -> int:
     """
     if isinstance(error, torch.OutOfMemoryError):
         way_out = "lower --micro_batch_size (the line `batch` has it), or see what helps in docs/memory.md"
-        error = Lasting(f"{str(error).partition('. GPU')[0]}; {way_out}")
+        error = Permanent(f"{str(error).partition('. GPU')[0]}; {way_out}")
     message, code = f"error: {error}", ExitCode.USER_ERROR
     is_distributed = int(os.environ.get("WORLD_SIZE", 1)) > 1
     if not isinstance(error, UserError | OSError):
@@ -111,8 +111,8 @@ def fail(error: Exception) -> int:
         time.sleep(EXIT_GRACE_S)
     print(redact(message), file=sys.stderr, flush=True)
     # torchrun would start it again, to meet the same error, unless a disk or the Hub has failed for a while.
-    is_lasting = isinstance(error, Lasting) or not (StopSignal.stepping or may_pass(error))
-    if code == ExitCode.USER_ERROR and max_restarts() and is_lasting:
+    is_permanent = isinstance(error, Permanent) or not (StopSignal.stepping or is_transient(error))
+    if code == ExitCode.USER_ERROR and max_restarts() and is_permanent:
         os.kill(os.getppid(), signal.SIGTERM)
     if is_distributed:  # a normal exit would destroy a process group that others are still using, and abort
         sys.stdout.flush()

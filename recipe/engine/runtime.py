@@ -60,8 +60,8 @@ class Runtime:
         """Whether any process is `late`. Raises Interrupted on all if one asks to stop, or has `failed`."""
         asked = self.stop.heartbeat()
         flags = torch.tensor([STOP if failed else asked, late], dtype=torch.int32)
-        if self.processes.hosts is not None:
-            torch.distributed.all_reduce(flags, torch.distributed.ReduceOp.MAX, group=self.processes.hosts)
+        if self.processes.cpu_group is not None:
+            torch.distributed.all_reduce(flags, torch.distributed.ReduceOp.MAX, group=self.processes.cpu_group)
         asked, late = flags.tolist()
         self.decays = asked == DECAY
         if asked:

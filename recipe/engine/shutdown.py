@@ -118,5 +118,5 @@ class StopSignal:
             )
             if sys.stderr.isatty():  # on the line below a progress bar
                 print(file=sys.stderr, flush=True)
-            os._exit(ExitCode.LEFT_AT_ONCE)
+            os._exit(ExitCode.INTERRUPTED)
         self._signal_time = min(self._signal_time, now)

@@ -201,5 +201,5 @@ def processes_of(accelerator: Accelerator) -> Processes:
     """The processes that Accelerate has connected. A collective call."""
     rank, world_size = accelerator.process_index, accelerator.num_processes
     local_rank, local_world_size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    hosts = torch.distributed.new_group(backend="gloo", timeout=TIMEOUT) if world_size > 1 else None
-    return Processes(rank, world_size, local_rank, local_world_size, is_main=rank == 0, hosts=hosts)
+    cpu_group = torch.distributed.new_group(backend="gloo", timeout=TIMEOUT) if world_size > 1 else None
+    return Processes(rank, world_size, local_rank, local_world_size, is_main=rank == 0, cpu_group=cpu_group)

@@ -103,7 +103,7 @@ class XlaStrategy(Strategy):
         how = f"{plural(device.count, 'device')} behind one process"
         if hosts > 1:  # one process per host; not tested: no pod was available
             torch.distributed.init_process_group("gloo", init_method="xla://")
-            processes = Processes(is_main=xr.process_index() == 0, hosts=torch.distributed.group.WORLD)
+            processes = Processes(is_main=xr.process_index() == 0, cpu_group=torch.distributed.group.WORLD)
             how = f"{plural(device.count, 'device')}, a process on each of {hosts} hosts"
         optimizers = ("adamw", "muon")  # whose state `_wrap` creates
         runtime = Runtime(processes, how=how, optimizers=optimizers, no_compile=XLA_COMPILES)

@@ -17,8 +17,8 @@ from recipe.estimate.memory import HEADROOM, flops_per_token, step_memory
 from recipe.estimate.micro_batch import memory_kind
 from recipe.estimate.scaling import SIZES, Size, block_parameters, error_of, law, line_through, model_of
 
-MOST_PARAMETERS = 3  # in the blocks per token of text, of which a gain was measured: docs/log.md
-MOST_EPOCHS = 4  # by the law all further ones together are worth less than a quarter of an epoch of new text
+MAX_PARAMETERS = 3  # in the blocks per token of text, of which a gain was measured: docs/log.md
+MAX_EPOCHS = 4  # by the law all further ones together are worth less than a quarter of an epoch of new text
 # Losses by the law and losses of two runs on English with GPT-2's tokenizer, ours on an H200 and a published one
 # (estimate/scaling.json). A text without trials may differ from the line through them by UNTRIED_ERROR.
 ENGLISH_LOSSES = [(law((12, 768), 9.26e6, 40.4e6), 5.196), (law((12, 768), 5e9, 9e9), 3.165)]
@@ -54,7 +54,7 @@ class Forecaster:
         expected = {}
         for size in SIZES:  # with the largest batch that a run on this text has
             model = model_of(size, vocab_size)
-            batch = batch_tokens(MOST_EPOCHS * text.tokens, model.n_positions * self._devices)
+            batch = batch_tokens(MAX_EPOCHS * text.tokens, model.n_positions * self._devices)
             expected[size] = expected_flops(device, processes.world_size, model, batch * self.flops(size))
         memory = device.memory or psutil.virtual_memory().available // processes.local_world_size
         self._expected, memory = processes.broadcast_object((expected, memory))  # each process measures its own
@@ -63,7 +63,7 @@ class Forecaster:
         for size in SIZES[1:]:
             if memory_of(size, vocab_size, strategy) > HEADROOM * memory:
                 self._limit = "memory"
-            elif block_parameters(size) > MOST_PARAMETERS * text.tokens:
+            elif block_parameters(size) > MAX_PARAMETERS * text.tokens:
                 self._limit = "text"
             if self._limit:
                 break
@@ -75,7 +75,7 @@ class Forecaster:
 
     def forecasts(self, seconds: float) -> list[Forecast]:
         """After so many seconds of training, of all sizes that fit memory and text; the smallest first."""
-        in_text, forecasts = MOST_EPOCHS * self.text.tokens, []
+        in_text, forecasts = MAX_EPOCHS * self.text.tokens, []
         for size in self._sizes:
             in_time = self.tokens_per_second(size) * seconds
             tokens, limit = (in_text, "text") if in_text < in_time else (in_time, "time")

@@ -193,8 +193,8 @@ _OPTIONS: dict[str, dict] = {
 
 
 def remedies(config: Config, batch: BatchPlan, limit: float, device_type: str, **kind) -> str:
-    """A sentence about what lowers the estimate, for a step that takes more than `limit` bytes of a device of this type;
-    `kind` are further arguments of `step_memory`."""
+    """A sentence about what lowers the estimate, for a step that takes more than `limit` bytes of a device of this
+    type; `kind` are further arguments of `step_memory`."""
     memory, options, others = step_memory(config, batch, **kind), [], _SHARDING.get(device_type, "a smaller model")
     if memory.state > limit:
         return f"weights, gradients and optimizer state alone take {gb(memory.state)}: what helps is {others}"

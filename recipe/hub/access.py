@@ -10,7 +10,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from huggingface_hub.utils._http import default_client_factory  # the one that set_client_factory replaces
 
 from recipe.utils.download import within
-from recipe.utils.errors import UserError, may_pass
+from recipe.utils.errors import UserError, is_transient
 from recipe.utils.redaction import redact
 
 logger = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ def check_access(repo: str, private: bool, license: str, field: str) -> None:
         if license:
             ModelCard(f"---\n{ModelCardData(license=license).to_yaml()}\n---\n").validate()
     except Exception as error:
-        if is_lasting(error):
+        if is_permanent(error):
             way_out = f"; {_LOG_IN}" if isinstance(error, HfHubHTTPError) else ""
             raise UserError(f"{field} {repo}: {reason(error)}{way_out}") from None
         endpoint = redact(huggingface_hub.constants.ENDPOINT)
@@ -51,12 +51,12 @@ def open_repository(api: HfApi, repo: str, private: bool) -> None:
         )
 
 
-def is_lasting(error: Exception) -> bool:
+def is_permanent(error: Exception) -> bool:
     """Whether a retry cannot help: the user made a mistake, or the Hub refuses the request."""
     if status := _status(error)[0]:
         return 400 <= status < 500 and status not in _TRANSIENT
     if isinstance(error, UserError):
-        return not may_pass(error)  # a disk that failed for a moment
+        return not is_transient(error)  # a disk that failed for a moment
     return isinstance(error, HFValidationError) or _is_bad_card(error)
 
 

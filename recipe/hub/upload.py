@@ -22,10 +22,10 @@ from huggingface_hub.utils.logging import set_verbosity_error
 
 from recipe.checkpoint.format import checkpoint_path, checkpoints, files_of, state_of, step_of, verify
 from recipe.config import Config
-from recipe.hub.access import check_access, is_lasting, limit_requests, open_repository, page, reason
+from recipe.hub.access import check_access, is_permanent, limit_requests, open_repository, page, reason
 from recipe.hub.model_card import CARD, model_card
 from recipe.utils.checkpoints import read_metrics
-from recipe.utils.errors import ExitCode, UserError, may_pass
+from recipe.utils.errors import ExitCode, UserError, is_transient
 from recipe.utils.processes import Processes
 from recipe.utils.units import some
 
@@ -102,7 +102,7 @@ class Uploads:
                 try:
                     self._commit(api, branch, checkpoint)
                 except UserError as error:  # of a file of this checkpoint's; the others go on
-                    if may_pass(error):
+                    if is_transient(error):
                         raise
                     problems = [str(error)]
             if problems:
@@ -177,7 +177,7 @@ class Uploads:
         try:
             self.sync(branches)
         except Exception as error:
-            refused = is_lasting(error)
+            refused = is_permanent(error)
             if refused:
                 self.accepted = dict.fromkeys(branches, False) | self.accepted
             self._failures += 1

@@ -11,7 +11,7 @@ from recipe.data.tokenizer import open_tokenizer
 from recipe.model.gpt2 import WEIGHT_FILES, GPT2LMHeadModel, check_supported, read_config, read_weights, weight_files
 from recipe.model.loss import next_token_loss
 from recipe.utils.checkpoints import checkpoints
-from recipe.utils.download import on_this_disk
+from recipe.utils.download import local_copy
 from recipe.utils.errors import UserError, reading
 
 _CONFIG_FILES = ["config.json", "tokenizer.json"]
@@ -46,7 +46,7 @@ def build_model(
         **device_options,
     )
     if fields.init_from and load_init_from:
-        directory = on_this_disk(fields.init_from, "init_from", [*_CONFIG_FILES, *WEIGHT_FILES], _REQUIRED)
+        directory = local_copy(fields.init_from, "init_from", [*_CONFIG_FILES, *WEIGHT_FILES], _REQUIRED)
         _check_config(config, directory)
         model.load_weights(read_weights(directory), fields.init_from)
     return model
@@ -56,7 +56,7 @@ def check_init_from(config: Config) -> None:
     """Checks `init_from` before a run. Raises UserError if it is missing or has another architecture or vocabulary,
     and Unreachable if the Hub does not answer. Weights are neither read nor downloaded."""
     if name := config.model.init_from:
-        _check_config(config, on_this_disk(name, "init_from", _CONFIG_FILES, _REQUIRED))
+        _check_config(config, local_copy(name, "init_from", _CONFIG_FILES, _REQUIRED))
 
 
 def _check_config(config: Config, directory: str) -> None:

@@ -5,7 +5,7 @@ import math
 import torch
 
 from recipe.config import OptimizerConfig
-from recipe.utils.errors import Lasting
+from recipe.utils.errors import Permanent
 
 MAX_SKIPPED_STEPS = 20  # in a row, after which the run ends
 _SUSPECT_STREAK = 3  # skipped steps in a row: no longer one bad batch, or one gradient that overflows in fp16
@@ -59,11 +59,11 @@ class SpikeFilter:
         return z
 
     def check(self, step: int) -> int:
-        """Returns the total of skipped steps; waits for the device. Raises Lasting after MAX_SKIPPED_STEPS in a row.
+        """Returns the total of skipped steps; waits for the device. Raises Permanent after MAX_SKIPPED_STEPS in a row.
         It is called only at logged steps, by which time more may have been skipped."""
         total, _, longest_streak = (int(x) for x in self._counts.tolist())
         if longest_streak >= MAX_SKIPPED_STEPS:
-            raise Lasting(
+            raise Permanent(
                 f"{longest_streak} steps in a row were skipped up to step {step}, for a spike or a gradient that is "
                 f"not finite. {WAY_OUT}"
             )

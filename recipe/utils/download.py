@@ -34,7 +34,7 @@ def within(seconds: float, request: Callable[[], Answer]) -> Answer:
         raise TimeoutError(f"no complete answer in {seconds:g} s") from None
 
 
-def on_this_disk(name: str, field: str, patterns: list[str], required: str) -> str:
+def local_copy(name: str, field: str, patterns: list[str], required: str) -> str:
     """The directory `name`, or the local cache of the Hub model of that name, downloaded if necessary.
 
     Asks the Hub once, with a short timeout: offline, the libraries' own retries take most of a minute. `patterns` match

@@ -16,7 +16,7 @@ class Unreachable(UserError):
     """The Hub or a disk does not answer; a restart may help."""
 
 
-class Lasting(UserError):
+class Permanent(UserError):
     """An error after which an automatic restart is no use: it would meet the same error or, where the run's directory
     was moved, start the run over."""
 
@@ -24,7 +24,7 @@ class Lasting(UserError):
 _WRONG_PATH = FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError
 
 
-def may_pass(error: Exception) -> bool:
+def is_transient(error: Exception) -> bool:
     """Whether an error is a failure of a disk or the Hub, which may be over at the next start. An OSError without an
     errno is not: libraries raise it for a file that they cannot read."""
     causes = (cause for cause in (error, error.__cause__) if isinstance(cause, OSError) and cause.errno)
@@ -48,7 +48,7 @@ class ExitCode(IntEnum):
     NOT_COMPARABLE = 69  # EX_UNAVAILABLE: the run cannot be audited on this machine
     NOT_SAVED = 74  # EX_IOERR: the last checkpoint could not be written
     RUN_AGAIN = 75  # EX_TEMPFAIL: stopped, lost a process, or an upload is incomplete; the same command continues
-    LEFT_AT_ONCE = 130  # Ctrl-C with nothing to save, or a second Ctrl-C
+    INTERRUPTED = 130  # Ctrl-C with nothing to save, or a second Ctrl-C
 
 
 @contextmanager

@@ -8,9 +8,9 @@ from typing import TypeVar
 
 import torch
 
-from recipe.utils.errors import Unreachable, UserError, may_pass
+from recipe.utils.errors import Unreachable, UserError, is_transient
 
-LONGEST_TURN = timedelta(days=7)  # of one process in `in_turns`, such as preparing a large text
+TURN_TIMEOUT = timedelta(days=7)  # of one process in `in_turns`, such as preparing a large text
 Result = TypeVar("Result")
 
 
@@ -22,7 +22,7 @@ class Processes:
         rank, world_size: among all processes.
         local_rank, local_world_size: among the processes of its node.
         is_main: whether this process writes the files and logs.
-        hosts: a Gloo group on the CPUs, which does not wait for the devices; None for a single process.
+        cpu_group: a Gloo group on the CPUs, which does not wait for the devices; None for a single process.
     """
 
     rank: int = 0
@@ -30,7 +30,7 @@ class Processes:
     local_rank: int = 0
     local_world_size: int = 1
     is_main: bool = True
-    hosts: torch.distributed.ProcessGroup | None = None
+    cpu_group: torch.distributed.ProcessGroup | None = None
 
     @property
     def nodes(self) -> int:
@@ -52,15 +52,15 @@ class Processes:
     def anywhere(self, condition: bool) -> bool:
         """Whether `condition` holds on any process."""
         flag = torch.tensor([condition], dtype=torch.int32)
-        if self.hosts is not None:
-            torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, group=self.hosts)
+        if self.cpu_group is not None:
+            torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, group=self.cpu_group)
         return bool(flag)
 
     def broadcast_object(self, value):
         """The main process's `value` (any small picklable object) on every process."""
         values = [value]
-        if self.hosts is not None:
-            torch.distributed.broadcast_object_list(values, src=0, group=self.hosts)
+        if self.cpu_group is not None:
+            torch.distributed.broadcast_object_list(values, src=0, group=self.cpu_group)
         return values[0]
 
     @contextmanager
@@ -74,17 +74,17 @@ class Processes:
         except (UserError, OSError) as e:
             error = e
         if self.anywhere(error is not None):
-            kind = Unreachable if self.anywhere(error is not None and may_pass(error)) else UserError
+            kind = Unreachable if self.anywhere(error is not None and is_transient(error)) else UserError
             raise kind(str(error or f"{failure} on another process; see its error message"))
 
     def in_turns(self, action: Callable[[], Result], failure: str) -> Result:
         """What `action` returns, which the main process calls first, then one process of each other node, then the
         rest; none after one that has failed, as in `shared_error`. They wait in a group of their own, since preparing
         text may take longer than the timeout of other collective calls."""
-        group = torch.distributed.new_group(backend="gloo", timeout=LONGEST_TURN) if self.hosts else None
+        group = torch.distributed.new_group(backend="gloo", timeout=TURN_TIMEOUT) if self.cpu_group else None
         own_turn, results = 0 if self.is_main else 1 if self.local_rank == 0 else 2, []
         for turn in range(3):
-            with replace(self, hosts=group).shared_error(failure):
+            with replace(self, cpu_group=group).shared_error(failure):
                 if turn == own_turn:
                     results.append(action())
         if group:

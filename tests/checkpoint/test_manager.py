@@ -17,7 +17,7 @@ from recipe.checkpoint.format import checkpoints, protect, prune, step_of
 from recipe.checkpoint.manager import CheckpointManager
 from recipe.checkpoint.run_dir import run_directory
 from recipe.config import parse_config
-from recipe.utils.errors import Lasting
+from recipe.utils.errors import Permanent
 from tests.checkpoint import save
 from tests.conftest import tensors
 from tests.engine import cpu_strategy
@@ -160,7 +160,7 @@ def test_a_run_whose_directory_was_replaced_ends_and_touches_nothing_there(run, 
         (run.directory / ".saving-step_00000003").mkdir()
         paths = sorted(run.directory.iterdir())
         assert run.manager.finish()  # which would prune
-        with pytest.raises(Lasting, match=f"^{run.directory} was moved or replaced during this run"):
+        with pytest.raises(Permanent, match=f"^{run.directory} was moved or replaced during this run"):
             run.save(4)
         run.lock.close()
         assert sorted(run.directory.iterdir()) == paths

@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from recipe.config import DataConfig
-from recipe.data.shards import OpenShard, ShardReader, find_shards
+from recipe.data.shards import ShardReader, ShardWriter, find_shards
 from recipe.data.tokenizer import END_OF_TEXT, encode, encoding
 from tests.conftest import SHAKESPEARE
 
@@ -38,7 +38,7 @@ def write_tokens(path, texts=DOCUMENTS, **options):
 
 def write_shard(path, tokens) -> str:
     """A shard of `tokens`; returns its file's SHA-256."""
-    with OpenShard(path.with_name(f"{path.name}.part")) as shard:
+    with ShardWriter(path.with_name(f"{path.name}.part")) as shard:
         shard.append(np.asarray(tokens, np.uint16))
         return shard.commit(path)
 

@@ -19,10 +19,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from recipe.config import DataConfig
-from recipe.data.documents import LONGEST_PIECE, Column
+from recipe.data.documents import MAX_PIECE, Column
 from recipe.data.hub_text import HubText
 from recipe.data.prepare import directory_lock, main, prepare
-from recipe.data.shards import Manifest, OpenShard, find_shards
+from recipe.data.shards import Manifest, ShardWriter, find_shards
 from recipe.data.tokenizer import encoding, open_tokenizer
 from recipe.utils.errors import UserError
 from recipe.utils.log import set_up_logging
@@ -137,7 +137,7 @@ def test_a_literal_end_of_text_separates_documents(tmp_path, monkeypatch):
     """As in tiktoken, wherever a reader's chunks end. A long document has the tokens of its unsplit text, also if the
     preparation is interrupted in the middle of it; the first documents are for validation."""
     text = "<|endoftext|>".join(["", *STORIES[:60], TEXT[:1_111_542], *STORIES[60:], "last" * 300_000, "\n"])
-    assert text[2 * LONGEST_PIECE - 6 :].startswith("<|endoftext|>")  # the end of the second chunk is in a separator
+    assert text[2 * MAX_PIECE - 6 :].startswith("<|endoftext|>")  # the end of the second chunk is in a separator
     expected = encoding().encode(text, allowed_special="all")
     (tmp_path / "d.txt").write_text(f"{text}<|endoftext|><|endoftext|>")  # two empty documents
     write_jsonl(tmp_path / "d.jsonl", [text, "<|endoftext|>"])
@@ -164,7 +164,7 @@ def test_the_shards_of_the_shipped_text_never_change(tmp_path):
 
 def interrupted_at(monkeypatch, data, number):
     """Prepares until the commit of the `number`-th shard, which fails."""
-    remaining, commit = iter(range(number - 1)), OpenShard.commit
+    remaining, commit = iter(range(number - 1)), ShardWriter.commit
 
     def failing(*arguments):
         if next(remaining, None) is None:
@@ -172,7 +172,7 @@ def interrupted_at(monkeypatch, data, number):
         return commit(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(OpenShard, "commit", failing)
+        patch.setattr(ShardWriter, "commit", failing)
         with pytest.raises(OSError, match="plug"):
             prepare(data)
 

@@ -192,9 +192,9 @@ def test_a_stream_that_cannot_start_is_refused(prepared, tmp_path, changes, mess
         Builder(config_of(prepared, tmp_path, **changes), readers=1).run(None, None)
 
 
-@pytest.mark.parametrize(("may_pass", "kind"), [(True, Unreachable), (False, UserError)])
-def test_readers_learn_whether_the_builders_error_may_pass(tmp_path, may_pass, kind):
-    (tmp_path / STATUS).write_text(json.dumps({"error": "x", "may_pass": may_pass}))
+@pytest.mark.parametrize(("is_transient", "kind"), [(True, Unreachable), (False, UserError)])
+def test_readers_learn_whether_the_builders_error_may_pass(tmp_path, is_transient, kind):
+    (tmp_path / STATUS).write_text(json.dumps({"error": "x", "is_transient": is_transient}))
     with pytest.raises(UserError, match=r"^x$") as error:
         wait_for(tmp_path, lambda: False, "a shard")
     assert type(error.value) is kind

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tiktoken.load import data_gym_to_mergeable_bpe_ranks
 
 from recipe.data import documents
-from recipe.data.documents import LONGEST_PIECE, in_pieces
+from recipe.data.documents import MAX_PIECE, in_pieces
 from recipe.data.tokenizer import END_OF_TEXT, encode, encoding, hf_tokenizer
 from tests.conftest import ROOT
 
@@ -68,4 +68,4 @@ def test_a_cut_never_changes_the_tokens(text):
 
 
 def test_pieces_of_a_text_without_blanks_are_bounded():
-    assert [len(p) for p in in_pieces("x" * (2 * LONGEST_PIECE + 5))] == [LONGEST_PIECE, LONGEST_PIECE, 5]
+    assert [len(p) for p in in_pieces("x" * (2 * MAX_PIECE + 5))] == [MAX_PIECE, MAX_PIECE, 5]

@@ -19,7 +19,7 @@ import yaml
 from recipe.engine import factory
 from recipe.engine.launch import EXIT_GRACE_S, check_launch, fail
 from recipe.engine.shutdown import StopSignal
-from recipe.utils.errors import Lasting, Unreachable, UserError
+from recipe.utils.errors import Permanent, Unreachable, UserError
 from recipe.utils.processes import Processes
 from tests.conftest import ROOT, environment, launch, ok, refused, run_train
 
@@ -286,7 +286,7 @@ def test_torchrun_does_not_restart_a_mistake(tmp_path):
         (OSError(5, "Input/output error"), False, True),
         (torch.OutOfMemoryError("CUDA out of memory. GPU 0 has"), True, False),
         (Unreachable("the Hub does not answer"), False, True),
-        (Lasting("runs/gpt2 has been moved"), True, False),
+        (Permanent("runs/gpt2 has been moved"), True, False),
     ],
 )
 def test_torchrun_restarts_what_may_pass(monkeypatch, error, stepping, is_restarted):
@@ -299,7 +299,7 @@ def test_torchrun_restarts_what_may_pass(monkeypatch, error, stepping, is_restar
 
 
 @pytest.mark.parametrize(
-    ("error", "may_pass"),
+    ("error", "is_transient"),
     [
         (OSError(5, "Input/output error"), True),
         (Unreachable("no answer"), True),
@@ -307,13 +307,13 @@ def test_torchrun_restarts_what_may_pass(monkeypatch, error, stepping, is_restar
         (UserError("no such file"), False),
     ],
 )
-def test_what_may_pass_is_told_apart_also_after_all_processes_have_raised_it(error, may_pass):
+def test_what_may_pass_is_told_apart_also_after_all_processes_have_raised_it(error, is_transient):
     with (
         pytest.raises(UserError, match=re.escape(str(error))) as shared,
         Processes().shared_error("the data cannot be read"),
     ):
         raise error
-    assert isinstance(shared.value, Unreachable) == may_pass
+    assert isinstance(shared.value, Unreachable) == is_transient
 
 
 class OthersFail(Processes):

@@ -81,10 +81,10 @@ def diagnosed(directory) -> list[Finding]:
     return diagnose(curves.read_run(directory), curves.load_references())
 
 
-def drawn(*directories) -> dict[str, plots.Picture]:
+def drawn(*directories) -> dict[str, plots.Plot]:
     runs = [curves.read_run(directory) for directory in directories]
     references = [r for r in curves.load_references() if any(curves.find_reference(run, [r]) for run in runs)]
-    return {picture.name: picture for picture in plots.draw_pictures(runs, references)}
+    return {picture.name: picture for picture in plots.draw_plots(runs, references)}
 
 
 def line(axes, gid: str) -> list[list[float]]:

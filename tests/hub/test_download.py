@@ -10,14 +10,14 @@ import pytest
 from recipe.config import DataConfig
 from recipe.data.hub_text import HubText
 from recipe.hub import access, download
-from recipe.utils.download import on_this_disk
+from recipe.utils.download import local_copy
 from recipe.utils.errors import Unreachable, UserError
 from tests.eval.conftest import load
 from tests.hub import Fault
 
 REQUESTS = {
     "an evaluation": lambda: load("acme/gpt2"),
-    "init_from, tokenizer": lambda: on_this_disk("acme/gpt2", "init_from", [], "x"),
+    "init_from, tokenizer": lambda: local_copy("acme/gpt2", "init_from", [], "x"),
     "train_text": lambda: HubText(DataConfig(train_text="acme/text"), None).newest(),
     "an audit": lambda: download.checkpoints_on_the_hub("acme/gpt2", None),
     "push_to_hub": lambda: access.check_access("acme/gpt2", False, "", "hub_model_id"),

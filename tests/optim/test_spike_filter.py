@@ -10,7 +10,7 @@ import torch
 
 from recipe.config import BatchPlan, OptimizerConfig
 from recipe.optim.spike_filter import SpikeFilter
-from recipe.utils.errors import Lasting
+from recipe.utils.errors import Permanent
 from tests.engine import cpu_strategy
 
 CPU = torch.device("cpu")
@@ -35,7 +35,7 @@ def test_steps_that_are_not_finite_are_skipped_and_counted_and_too_many_in_a_row
     resumed.load_state_dict(json.loads(json.dumps(spike_filter.state_dict())))
     for each in (spike_filter, resumed):
         assert not each.skipping
-        with pytest.raises(Lasting, match="3 steps in a row were skipped up to step 8"):
+        with pytest.raises(Permanent, match="3 steps in a row were skipped up to step 8"):
             each.check(8)
 
 
