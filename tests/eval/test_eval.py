@@ -348,7 +348,7 @@ def test_a_model_with_a_flipped_bit_is_refused(whole_run, tmp_path, error_of):
 
 
 def test_an_incomplete_or_damaged_model_is_refused(model_dir, tmp_path, capsys):
-    with pytest.raises(common.UserError, match="nor a step_<number> directory"):
+    with pytest.raises(common.UserError, match=r"no config\.json and no step_<number> directory"):
         load(tmp_path)
     for name in MODEL_FILES:
         (tmp_path / name).write_bytes((model_dir / name).read_bytes())
