@@ -134,7 +134,7 @@ def named_devices(text: str) -> tuple[int, str]:
     count_last = re.fullmatch(r"(.*?)\s*[x:]\s*([1-9]\d*)\s*", text, re.IGNORECASE)
     readings = [("1", text), count_first and count_first.groups(), count_last and (count_last[2], count_last[1])]
     for count, name in filter(None, readings):
-        model = re.sub(r"(?<=^RTX)(?=\w)|(?<=^TPU)(?=\w)|(?<=\d)(?=TI\b)", " ", _model(name))
+        model = re.sub(r"(?<=^RTX)(?=\w)|(?<=^TPU)(?=\w)|(?<=\d)(?=(TI|SUPER|ADA)\b)", " ", _model(name))
         for variant in (model, _MEMORY.sub("", model)):
             for family in ("", "RTX ", "TPU "):
                 if (device := f"{family}{variant}") in DEVICES:
