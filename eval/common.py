@@ -24,6 +24,7 @@ from recipe.utils.download import HUB_TIMEOUT_S, within
 from recipe.utils.errors import ArgumentParser, ExitCode, UserError, first_line, no_safetensors, reading
 from recipe.utils.files import replace_file
 from recipe.utils.schema import check
+from recipe.utils.units import plural
 
 DEFAULT_POSITIONS = 2048  # context length assumed for models without position embeddings, such as BLOOM and Mamba
 
@@ -169,7 +170,7 @@ def load(args: argparse.Namespace, variable: str = "MODEL") -> Loaded:
     if problem := _problem_of(model, tokenizer, loading_info):
         raise UserError(f"model {name}: {problem}")
     if unused := sorted(loading_info["unexpected_keys"]):
-        print(f"note: {len(unused)} weights in the file are not used by the model, such as {unused[0]}")
+        print(f"note: not used by the model: {plural(len(unused), 'weight')} in the file, such as {unused[0]}")
     is_tied = getattr(model.get_output_embeddings(), "weight", None) is model.get_input_embeddings().weight
     model.to(device)
     if is_tied:  # moving to a TPU or to XLA unties them

@@ -149,7 +149,7 @@ def _open_prepared(data: DataConfig, settings: tuple[int, ...], sequences: float
     if sequences and (windows := datasets[0].windows):
         epochs, is_repetitive = sequences / windows, sequences >= 4 * windows
         # Muennighoff et al. (2023)
-        note = "; beyond four, more text helps more than more steps" if is_repetitive else ""
+        note = "; from four on, more text helps more than more steps" if is_repetitive else ""
         logger.log(logging.WARNING if is_repetitive else logging.INFO, "epochs     %.3g%s", epochs, note)
     return datasets
 

@@ -244,7 +244,7 @@ def test_num_train_epochs_replaces_max_steps(workdir):
     assert f"step_{steps:08d}" in output
     assert "training is finished" in run("--num_train_epochs=1.5").stdout
     dry_run = run(f"--max_steps={2 * windows}", "--dry_run")
-    assert "epochs     4; beyond four, more text helps more" in dry_run.stdout
+    assert "epochs     4; from four on, more text helps more" in dry_run.stdout
     with pytest.raises(UserError, match="num_train_epochs and max_steps set the length"):
         parse_config(["--max_steps=5", "--num_train_epochs=2"])
     for length, message in (

@@ -364,7 +364,7 @@ def test_an_incomplete_or_damaged_model_is_refused(model_dir, tmp_path, capsys):
     weights = load_file(model_dir / "model.safetensors")
     save_file(weights | {"score.weight": torch.ones(2)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
     load(tmp_path)
-    assert "note: 1 weights in the file are not used by the model, such as score.weight" in capsys.readouterr().out
+    assert "note: not used by the model: 1 weight in the file, such as score.weight" in capsys.readouterr().out
     weights["transformer.h.1.mlp.c_fc.weight"][0, 0] = math.nan
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(common.UserError, match=r"h\.1\.mlp\.c_fc\.weight has values that are NaN or infinite"):
