@@ -157,7 +157,7 @@ def options_of(interval: Interval, directory: Path, repo: str, flags: list[str])
 def check_config(config: dict, trained_with: dict) -> None:
     """Raises Different if the configuration that a checkpoint shows is not the one that its part was trained with. A
     field that either lacks has its default."""
-    for name in {*trained_with, *hyperparameters(trained_with)}:
+    for name in dict.fromkeys([*trained_with, *hyperparameters(trained_with)]):
         default = FIELDS[name].default if name in FIELDS else None
         if (value := config.get(name, default)) != (trained_value := trained_with.get(name, default)):
             raise Different(f"the configuration records {name} {value!r}, but training used {trained_value!r}")

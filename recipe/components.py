@@ -66,10 +66,10 @@ class Components:
 
 @contextmanager
 def open_components(
-    config: Config, batch: BatchPlan, strategy: Strategy, checkpoint: Checkpoint | None
+    config: Config, batch: BatchPlan, strategy: Strategy, descriptor: int, checkpoint: Checkpoint | None
 ) -> Generator[Components, None, None]:
-    """Builds the components from the configuration, or restores them from `checkpoint`. A collective call. Raises
-    UserError."""
+    """Builds the components from the configuration, or restores them from `checkpoint`; `descriptor` is that of
+    `run_directory`, on the main process. A collective call. Raises UserError."""
     step, state = (checkpoint.step, checkpoint.state) if checkpoint else (0, {})
     with ExitStack() as stack:
         processes = strategy.runtime.processes
@@ -97,7 +97,7 @@ def open_components(
         stack.enter_context(batches)  # starts prefetching, which verifies files against the restored checksums
         stack.enter_context(metrics)
         trained = raw_model, optimizer
-        checkpoints = CheckpointManager(config, strategy, trained, stateful, metrics, checkpoint)
+        checkpoints = CheckpointManager(config, strategy, trained, stateful, metrics, descriptor, checkpoint)
         stack.callback(checkpoints.join)
         yield Components(
             strategy=strategy,
@@ -156,21 +156,21 @@ def check_inputs(config: Config, batch: BatchPlan, processes: Processes) -> None
 
 
 @contextmanager
-def open_run_directory(config: Config, processes: Processes) -> Generator[Checkpoint | None, None, None]:
-    """Context: the run's directory, locked by the main process unless it is a dry run. Yields the checkpoint from which
-    the run continues; the main process chooses and verifies it for all. A collective call. Raises UserError, on all
-    processes."""
+def open_run_directory(config: Config, processes: Processes) -> Generator[tuple[int, Checkpoint | None], None, None]:
+    """Context: the run's directory, locked by the main process unless it is a dry run. Yields its descriptor, on the
+    main process, and the checkpoint from which the run continues, which the main process chooses and verifies
+    for all. A collective call. Raises UserError, on all processes."""
     run_dir, flat = Path(config.run.output_dir), redacted(config.flat())
     with ExitStack() as stack:
-        path = None
+        descriptor, path = -1, None  # on the other processes, and in a dry run
         with processes.shared_error("the run's directory cannot be opened"):
             if processes.is_main:
                 if not config.run.dry_run:
-                    stack.enter_context(run_directory(run_dir, fresh=config.run.fresh))
+                    descriptor = stack.enter_context(run_directory(run_dir, fresh=config.run.fresh))
                 path = continue_from(run_dir, flat, locked=not config.run.dry_run)
         path = processes.broadcast_object(path)
         if path is None:
-            yield None
+            yield descriptor, None
             return
         if processes.anywhere(not path.exists()):
             raise UserError(f"{path} is not on every node: output_dir must be on a file system that all nodes share")
@@ -178,7 +178,7 @@ def open_run_directory(config: Config, processes: Processes) -> Generator[Checkp
         check_same_run(checkpoint.state, flat, open_tokenizer(config.data.tokenizer), run_dir)
         if checkpoint.step < config.optimizer.max_steps:
             logger.info("resume     from step %d (%s)", checkpoint.step, path)
-        yield checkpoint
+        yield descriptor, checkpoint
 
 
 def is_complete(config: Config, processes: Processes, checkpoint: Checkpoint | None) -> bool:

@@ -90,7 +90,7 @@ def run(config: Config, strategy: Strategy) -> ExitCode:
         check_inputs(config, batch, processes)
     if config.run.dry_run:
         if not (config.run.fresh or config.run.plan_device):  # other devices may have another disk
-            with open_run_directory(config, processes) as checkpoint:
+            with open_run_directory(config, processes) as (_, checkpoint):
                 is_complete(config, processes, checkpoint)
         return ExitCode.DONE
     if config.run.max_hours:
@@ -111,9 +111,9 @@ def pretrain(config: Config, batch: BatchPlan, strategy: Strategy) -> ExitCode |
     checkpoint and stopped because its decay is due and its number of steps is to be fixed."""
     processes, stop = strategy.runtime.processes, strategy.runtime.stop
     uploads, code = open_uploads(config, processes), ExitCode.DONE  # before --fresh moves an earlier run
-    with open_run_directory(config, processes) as checkpoint:
+    with open_run_directory(config, processes) as (descriptor, checkpoint):
         if not is_complete(config, processes, checkpoint):
-            with open_components(config, batch, strategy, checkpoint) as components:
+            with open_components(config, batch, strategy, descriptor, checkpoint) as components:
                 if config.undecided and processes.is_main:  # checkpoints keep the main process's clock
                     stop.decay_when(components.metrics.time_to_decay)
                 val_loss, saved = train(config, batch, components, uploads)

@@ -199,14 +199,13 @@ SAVING = "(sleep 2; rm started) 2>/dev/null; exit 1"  # whoever waits for its er
 @pytest.mark.parametrize(
     ("interrupt", "training", "has_ps"),
     [
-        (os.killpg, SAVING, True),  # to the process group, as a terminal sends it
-        (os.killpg, SAVING, False),
-        (lambda pid, _: os.kill(pid, signal.SIGTERM), SAVING, True),
-        (None, "exit 1", True),
-        (os.killpg, "exec sleep 60", True),
+        (True, SAVING, True),
+        (True, SAVING, False),
+        (False, "exit 1", True),
+        (True, "exec sleep 60", True),
     ],
 )
-def test_make_reports_a_failed_training_as_an_error_but_not_ctrl_c_or_kill(interrupt, training, has_ps, tmp_path):
+def test_make_reports_a_failed_training_as_an_error_but_not_ctrl_c(interrupt, training, has_ps, tmp_path):
     """A launcher waits for the training, which saves, and exits with 1, like Accelerate's; the last one has not started
     the training yet."""
     if not has_ps:  # as in a slim container
@@ -223,11 +222,29 @@ def test_make_reports_a_failed_training_as_an_error_but_not_ctrl_c_or_kill(inter
     while not (tmp_path / "started").exists():
         time.sleep(0.1)
     if interrupt:
-        interrupt(running.pid, signal.SIGINT)
+        os.killpg(running.pid, signal.SIGINT)  # as a terminal does
     errors = running.communicate(timeout=30)[1]
     assert ("Error 1" in errors) == (not interrupt)
     assert running.returncode == (-signal.SIGINT if interrupt else 2)
     assert (tmp_path / "started").exists() != (training == SAVING)  # once the training has saved
+
+
+def test_kill_of_make_ends_its_launcher_and_nobody_else(tmp_path):
+    """Also where Ctrl-C is ignored, as in a script's background job, and make is in the process group of its caller."""
+    launcher = tmp_path / "launcher"
+    launcher.write_text(
+        f"#!/bin/sh\ncd {tmp_path}\ntrap 'touch ended; exit' TERM\ntouch started\nwhile :; do sleep 0.1; done\n"
+    )
+    launcher.chmod(0o755)
+    words = ["make", "train", "-o", ".venv/installed", f"LAUNCH={launcher}"]
+    ignored = lambda: signal.signal(signal.SIGINT, signal.SIG_IGN)  # noqa: E731
+    running = subprocess.Popen(words, cwd=ROOT, env=shell_environment(), stderr=subprocess.PIPE, preexec_fn=ignored)
+    while not (tmp_path / "started").exists():
+        time.sleep(0.1)
+    running.terminate()
+    running.communicate(timeout=30)
+    assert running.returncode == -signal.SIGTERM
+    assert (tmp_path / "ended").exists()
 
 
 def test_every_target_is_in_the_help():

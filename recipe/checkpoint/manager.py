@@ -52,20 +52,21 @@ class CheckpointManager:
         model_and_optimizer: tuple[GPT2LMHeadModel, torch.optim.Optimizer],
         stateful: dict[str, Any],
         metrics: Any,
+        descriptor: int,
         checkpoint: Checkpoint | None,
     ):
         """The model comes without wrappers, the optimizer prepared. `stateful` are the further components whose
         state_dict(), a collective call that returns JSON, is saved; `metrics` is the run's Metrics (of a higher layer);
-        `checkpoint` is the one from which the run resumes."""
+        `descriptor` is that of `run_directory`, on the main process; `checkpoint` is the one from which the run
+        resumes."""
         self._config, self._strategy, self._metrics = config, strategy, metrics
         self._model, self._optimizer = model_and_optimizer
-        self._stateful, self._run_dir = stateful, Path(config.run.output_dir)
+        self._stateful, self._run_dir, self._descriptor = stateful, Path(config.run.output_dir), descriptor
         self._saved_step = checkpoint.step if checkpoint else 0
         self._thread: threading.Thread | None = None
         self._unsaved: Checkpoint | None = None  # the checkpoint that the last save failed to write
         self._error: Exception | None = None  # the error of that save
         if strategy.runtime.processes.is_main:
-            self._run_dir_status = self._run_dir.stat()  # identifies it while `run_directory` keeps it open
             tokenizer = open_tokenizer(config.data.tokenizer)
             self._files = _model_files(self._model, tokenizer)
             self._provenance = {
@@ -109,7 +110,7 @@ class CheckpointManager:
     def _is_lost(self) -> bool:
         """Whether the run's directory is no longer at its path. Ask before writing or deleting anything there."""
         try:
-            return not os.path.samestat(self._run_dir_status, self._run_dir.stat())
+            return not os.path.samestat(os.fstat(self._descriptor), self._run_dir.stat())
         except OSError as error:  # any other is the disk's, and may pass
             return isinstance(error, FileNotFoundError | NotADirectoryError)
 
@@ -135,6 +136,7 @@ class CheckpointManager:
         deletes the unprotected checkpoints, except for the newest intact one: a stopped process may not have a
         minute."""
         stop, path = self._strategy.runtime.stop, self._run_dir
+        was_requested = stop.requested  # a stop that ended training must not end the retries
         if getattr(self._error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
             with suppress(UserError):  # if none is intact, none is deleted
                 if newest := newest_intact(path):
@@ -144,7 +146,7 @@ class CheckpointManager:
                         text = plural(deleted, "checkpoint")
                         logger.warning("deleted    %s before %s, to make room for the last save", text, newest.name)
                         self._write(checkpoint, 0.0, is_retry=True)
-        deadline, was_requested = time.monotonic() + RETRY_WINDOW_S, stop.requested  # a stop must not end the retries
+        deadline = time.monotonic() + RETRY_WINDOW_S
         if isinstance(self._error, OSError):
             way_out = f"free some space or repair {path}; Ctrl-C gives up"
             logger.warning("retrying   the last save, for up to %.0f s: %s", RETRY_WINDOW_S, way_out)

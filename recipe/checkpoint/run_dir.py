@@ -41,10 +41,10 @@ _ALLOWED_SUFFIXES = {".log", ".out", ".err", ".md", ".txt", ".yaml", ".yml"}
 
 
 @contextmanager
-def run_directory(path: Path, *, fresh: bool = False) -> Generator[None, None, None]:
+def run_directory(path: Path, *, fresh: bool = False) -> Generator[int, None, None]:
     """Context: the directory of a run, locked for this process; for the main process only. The operating system
-    releases the lock of a process that dies. Keeps the directory open, so that no other one gets its inode, by which
-    the run notices that it was moved or replaced.
+    releases the lock of a process that dies. Yields a descriptor of the directory, by which the run notices that it was
+    moved or replaced.
 
     Raises UserError if the directory belongs to another process or to another program. With `fresh`, that of an earlier
     run is renamed first. A directory that is empty at the end is removed.
@@ -76,7 +76,7 @@ def run_directory(path: Path, *, fresh: bool = False) -> Generator[None, None, N
             stack.callback(_clean_up, path, descriptor)
             replace_file(path / OWNER, f"process {os.getpid()} on {socket.gethostname()}".encode(), flush=False)
             sweep(path)
-        yield
+        yield descriptor
 
 
 def _clean_up(path: Path, descriptor: int) -> None:

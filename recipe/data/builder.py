@@ -120,7 +120,7 @@ def main() -> None:
         try:
             write_json(out / STATUS, {"error": text, "is_transient": is_transient(error)})
         except OSError:  # a full disk
-            print(f"error: {redact(text)}", file=sys.stderr)
+            sys.exit(f"error: {redact(text)}")
 
 
 def _end_with_parent() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import filecmp
 from dataclasses import replace
-from itertools import product
 
 import numpy as np
 
@@ -153,19 +152,15 @@ def check_data(train: list[TokenDataset], validation: list[TokenDataset]) -> Non
             )
     for dataset in train:
         dataset.check_batch()
-    train_shards, val_shards = ([s for dataset in datasets for s in dataset.shards] for datasets in (train, validation))
-    for shard, val_shard in product(train_shards, val_shards):
-        if _is_same(shard, val_shard):
+    shards = [shard for dataset in train for shard in dataset.shards]
+    training = {shard.path.resolve(): shard for shard in shards} | {shard.sha256: shard for shard in shards}
+    for val_shard in (shard for dataset in validation for shard in dataset.shards):
+        same = [training[key] for key in (val_shard.path.resolve(), val_shard.sha256) if key and key in training]
+        if val_shard.sha256 is None:  # nor have others without a manifest a checksum yet
+            alike = (shard for shard in shards if (shard.sha256, shard.tokens) == (None, val_shard.tokens))
+            same += [shard for shard in alike if filecmp.cmp(shard.path, val_shard.path, shallow=False)]
+        if same:
             raise UserError(
-                f"{shard.path} (training) and {val_shard.path} (validation) hold the same tokens: the validation "
+                f"{same[0].path} (training) and {val_shard.path} (validation) hold the same tokens: the validation "
                 "loss would be meaningless; name other files in dataset_name or val_data"
             )
-
-
-def _is_same(a: Shard, b: Shard) -> bool:
-    """Whether two shards hold the same tokens, by their checksums or, if neither has one yet, byte by byte."""
-    if a.path.resolve() == b.path.resolve():
-        return True
-    if a.sha256 or b.sha256:
-        return a.sha256 == b.sha256
-    return a.tokens == b.tokens and filecmp.cmp(a.path, b.path, shallow=False)

@@ -150,7 +150,13 @@ def _open_prepared(data: DataConfig, settings: tuple[int, ...], sequences: float
         epochs, is_repetitive = sequences / windows, sequences >= 4 * windows
         # Muennighoff et al. (2023)
         note = "; from four on, more text helps more than more steps" if is_repetitive else ""
-        logger.log(logging.WARNING if is_repetitive else logging.INFO, "epochs     %.3g%s", epochs, note)
+        logger.log(
+            logging.WARNING if is_repetitive else logging.INFO,
+            "epochs     %.3g over %s%s",
+            epochs,
+            data.dataset_name,
+            note,
+        )
     return datasets
 
 

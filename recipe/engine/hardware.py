@@ -79,7 +79,9 @@ DEVICES = {
     "RTX 3090": DataSheet(71e12, 24),
     "RTX 3080 TI": DataSheet(68.2e12, 12),
     "RTX 3080": DataSheet(59.5e12, 10),
+    "RTX 3070 TI": DataSheet(43.5e12, 8),
     "RTX 3070": DataSheet(40.6e12, 8),
+    "RTX 3060 TI": DataSheet(32.4e12, 8),
     "RTX 3060": DataSheet(25.5e12, 12),
     "MI300X": DataSheet(1307.4e12, 192),
     # Apple's own fp32 figures, from its presentations of November 2020, October 2021 and June 2022; it has published
@@ -134,7 +136,7 @@ def named_devices(text: str) -> tuple[int, str]:
     count_last = re.fullmatch(r"(.*?)\s*[x:]\s*([1-9]\d*)\s*", text, re.IGNORECASE)
     readings = [("1", text), count_first and count_first.groups(), count_last and (count_last[2], count_last[1])]
     for count, name in filter(None, readings):
-        model = re.sub(r"(?<=^RTX)(?=\w)|(?<=^TPU)(?=\w)|(?<=\d)(?=(TI|SUPER|ADA)\b)", " ", _model(name))
+        model = re.sub(r"(?<=^RTX)(?=\w)|(?<=^TPU)(?=\w)|(?<=\d)(?=TI|SUPER|ADA)|(?<=TI)(?=SUPER)", " ", _model(name))
         for variant in (model, _MEMORY.sub("", model)):
             for family in ("", "RTX ", "TPU "):
                 if (device := f"{family}{variant}") in DEVICES:

@@ -77,9 +77,10 @@ def push(args: argparse.Namespace) -> ExitCode:
     check_repo_name(args.repo, "--repo")
     if huggingface_hub.constants.HF_HUB_OFFLINE:
         raise UserError("HF_HUB_OFFLINE is set; unset it, on a machine that reaches the Hub")
-    final = choose(args.run, args.best)
+    final = choose(args.run, args.best, to_resume=args.state)
     config = state_of(final).get("config", {})
-    if state := args.state or config.get("push_to_hub") == "state":
+    state = args.state or config.get("push_to_hub") == "state"
+    if state and not args.state:
         final = choose(args.run, args.best, to_resume=True)
     private = args.private or bool(config.get("hub_private_repo"))
     license = "" if args.no_card else args.license or config.get("hub_license", "")

@@ -73,8 +73,8 @@ def restore_run(run_dir: str | Path, search_dir: str | Path) -> None:
     checkpoint; if `run_dir` has a run already, only a copy of that one. The training verifies the checkpoints and
     resumes from the newest intact one."""
     run_dir, checkpoints = Path(run_dir), [*Path(search_dir).glob(f"**/{Path(run_dir).name}/{_CHECKPOINTS}")]
-    if own_id := _run_id(run_dir):
-        checkpoints = [path for path in checkpoints if _run_id(path.parent) == own_id]
+    if own_ids := _run_ids(run_dir):
+        checkpoints = [path for path in checkpoints if _run_ids(path.parent) & own_ids]
     checkpoints = [*run_dir.glob(_CHECKPOINTS), *checkpoints]
     checkpoints = [path for path in checkpoints if (path / "manifest.json").exists()]  # which is copied last
     newest = max(checkpoints, key=lambda path: path.name, default=None)  # the first of equal ones: `run_dir`'s
@@ -87,12 +87,13 @@ def restore_run(run_dir: str | Path, search_dir: str | Path) -> None:
         print(f"resuming   {newest.parent}, copied into {run_dir}")
 
 
-def _run_id(run_dir: Path) -> str | None:
-    """What tells a run from others, also from one that --fresh has started in its place; None without a checkpoint."""
-    for checkpoint in sorted(run_dir.glob(_CHECKPOINTS), reverse=True):
-        with suppress(OSError, ValueError):
-            return json.loads((checkpoint / "trainer_state.json").read_text())["tracker"]["run_id"]
-    return None
+def _run_ids(run_dir: Path) -> set[str]:
+    """What tells a run from others, also from one that --fresh has started in its place. An extended run has two."""
+    ids = set()
+    for path in run_dir.glob(f"**/{_CHECKPOINTS}/trainer_state.json"):
+        with suppress(OSError, ValueError, LookupError, TypeError):
+            ids.add(json.loads(path.read_text())["tracker"]["run_id"])
+    return ids
 
 
 def copy_run(source: str | Path, target: str | Path) -> None:
@@ -101,9 +102,9 @@ def copy_run(source: str | Path, target: str | Path) -> None:
     manifest, which the training does not use. Another run in `target` is kept beside it; a run without a checkpoint is
     not copied."""
     source, target = Path(source), Path(target)
-    if not (run_id := _run_id(source)):
+    if not any(source.glob(_CHECKPOINTS)):
         return
-    if _run_id(target) not in (run_id, None):
+    if (old_ids := _run_ids(target)) and not old_ids & _run_ids(source):
         kept = next(path for n in count(1) if not (path := target.with_name(f"{target.name}.old-{n}")).exists())
         target.rename(kept)
         print(f"kept       another run of this name, now in {kept}")

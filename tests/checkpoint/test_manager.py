@@ -40,8 +40,8 @@ class Run:
         trained = model, SimpleNamespace(state={})
         stateful = {"grad_scaler": SimpleNamespace(state_dict=lambda: {"scale": 2.0}), "metrics": self.metrics}
         self.lock = ExitStack()
-        self.lock.enter_context(run_directory(directory))
-        self.manager = CheckpointManager(config, strategy, trained, stateful, self.metrics, None)
+        descriptor = self.lock.enter_context(run_directory(directory))
+        self.manager = CheckpointManager(config, strategy, trained, stateful, self.metrics, descriptor, None)
 
     def _gather(self, *_) -> tuple[dict, dict]:
         return {"a": torch.full((4,), self.value)}, {"exp_avg.a": torch.full((4,), self.moment)}

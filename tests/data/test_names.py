@@ -240,11 +240,11 @@ def test_num_train_epochs_replaces_max_steps(workdir):
     windows = (len(tokens_in(shards, "train")) - 1) // 32
     steps = math.ceil(1.5 * windows / 2)
     assert f"length     {steps} steps" in output
-    assert f"epochs     {steps * 2 / windows:.3g}\n" in output
+    assert f"epochs     {steps * 2 / windows:.3g} over data/" in output
     assert f"step_{steps:08d}" in output
     assert "training is finished" in run("--num_train_epochs=1.5").stdout
     dry_run = run(f"--max_steps={2 * windows}", "--dry_run")
-    assert "epochs     4; from four on, more text helps more" in dry_run.stdout
+    assert "; from four on, more text helps more" in dry_run.stdout
     with pytest.raises(UserError, match="num_train_epochs and max_steps set the length"):
         parse_config(["--max_steps=5", "--num_train_epochs=2"])
     for length, message in (

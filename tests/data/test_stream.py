@@ -124,7 +124,10 @@ def fill_its_disk(builder: subprocess.Popen) -> None:
     psutil.Process(builder.pid).rlimit(psutil.RLIMIT_FSIZE, (0, 0))
 
 
-@pytest.mark.parametrize("end", [kill, fill_its_disk])
+NO_RLIMIT = pytest.mark.skipif(not hasattr(psutil.Process, "rlimit"), reason="psutil limits processes on Linux only")
+
+
+@pytest.mark.parametrize("end", [kill, pytest.param(fill_its_disk, marks=NO_RLIMIT)])
 def test_a_builder_that_dies_ends_the_run_which_can_be_resumed(prepared, tmp_path, end):
     data = config_of(prepared, tmp_path / "s", disk_budget_gb=budget(prepared, 2))
     expected = dataset_of(prepared)

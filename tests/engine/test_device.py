@@ -103,6 +103,7 @@ def test_the_peak_is_the_data_sheets_and_none_for_a_similar_name():
         ("4090 24GB", 1, "RTX 4090"),
         ("rtx4070ti", 1, "RTX 4070 TI"),
         ("rtx6000ada", 1, "RTX 6000 ADA"),
+        ("4070tisuper", 1, "RTX 4070 TI SUPER"),
         ("2xrtx3090", 2, "RTX 3090"),
         ("RTX_6000_Ada", 1, "RTX 6000 ADA"),
         ("h100x8", 8, "H100"),

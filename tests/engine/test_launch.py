@@ -119,9 +119,9 @@ def test_more_processes_than_gpus_are_refused(monkeypatch, nodes, message):
     [
         ({}, (), r"^the Accelerate file asks .* nor torch_tpu\. On .* -e '\.\[tpu\]'; .* \S+/single\.yaml$"),
         ({"PJRT_DEVICE": "TPU"}, (), "PJRT_DEVICE=TPU asks .* neither torch_xla .* elsewhere unset PJRT_DEVICE$"),
-        ({"TPU_ACCELERATOR_TYPE": "v5e-8"}, (), "found a chip, and neither torch_xla nor torch_tpu. On"),
-        ({}, ("torch_tpu",), r"no chip, and torch_tpu\. On"),
-        ({}, ("torch_xla",), r"no chip, and torch_xla\. On"),  # which would use the CPU
+        ({"TPU_ACCELERATOR_TYPE": "v5e-8"}, (), "has a chip; installed: neither torch_xla nor torch_tpu. On"),
+        ({}, ("torch_tpu",), r"no chip; installed: torch_tpu\. On"),
+        ({}, ("torch_xla",), r"no chip; installed: torch_xla\. On"),  # which would use the CPU
     ],
 )
 def test_what_is_missing_for_a_tpu_is_named(monkeypatch, variables, installed, message):

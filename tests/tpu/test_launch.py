@@ -19,7 +19,7 @@ def test_the_line_of_the_readme_without_a_chip_is_an_error():
     out, err = launch(lines[0], chips=0).communicate(timeout=300)
     errors = [line for line in err.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1
-    assert "asks for a TPU, which cannot be used: found no chip, and torch_tpu. " in errors[0]
+    assert "asks for a TPU, which cannot be used: this machine has no chip; installed: torch_tpu. " in errors[0]
     assert out.replace("libtpu not found.\n", "") == ""
 
 
