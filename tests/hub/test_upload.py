@@ -104,9 +104,8 @@ def test_a_run_pushed_with_its_state_can_be_audited_from_the_hub(hub, run, shard
     assert audit.main(["--repo", REPO]) == 2
     assert f"dataset_name '{shards}' is a path on the computer of {REPO}'s author" in capsys.readouterr().err
     arguments = ["--repo", REPO, "--flags", f"--dataset_name {shards}"]
-    hub.models[REPO].branches = dict(
-        reversed(hub.models[REPO].branches.items())
-    )  # the Hub's order is not that of steps
+    branches = hub.models[REPO].branches  # in an order that is not that of steps, as the Hub's may be
+    hub.models[REPO].branches = dict(reversed(branches.items()))
     assert audit.main(arguments) == 0
     assert capsys.readouterr().out.endswith("step 10 to 20: 10 steps equal to the bit\nmain: the model of step 20\n")
     assert json.loads(hub.files(REPO, "step-000010")["metrics.jsonl"].splitlines()[-1])["step"] == 10
@@ -166,8 +165,10 @@ def test_a_run_waits_a_minute_after_a_failed_upload(hub, run, monkeypatch):
     uploads, now = uploads_of(run), time.monotonic()
     for seconds, requests in ((0, 1), (59, 1), (62, 2)):
         monkeypatch.setattr(upload, "time", SimpleNamespace(monotonic=lambda seconds=seconds: now + seconds))
-        for _ in range(20):
+        deadline, turns = time.monotonic() + 10, 0
+        while turns < 20 or (hub.count("POST", "/repos/create") < requests and time.monotonic() < deadline):
             uploads.start()
+            turns += 1
             time.sleep(0.02)
         assert hub.count("POST", "/repos/create") == requests
 
