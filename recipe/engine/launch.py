@@ -130,8 +130,8 @@ def check_launch() -> None:
         if os.environ.get("PJRT_DEVICE") == "TPU":
             origin, way_out = "PJRT_DEVICE=TPU", "unset PJRT_DEVICE"
         raise UserError(
-            f"{origin} asks for a TPU, which cannot be used: this machine has {'a' if has_tpu() else 'no'} chip; installed: "
-            f"{', '.join(packages) or 'neither torch_xla nor torch_tpu'}. "
+            f"{origin} asks for a TPU, which cannot be used: this machine has {'a' if has_tpu() else 'no'} chip; "
+            f"installed: {', '.join(packages) or 'neither torch_xla nor torch_tpu'}. "
             f"On a machine with a TPU run pip install -e '.[tpu]'; elsewhere {way_out}"
         )
     has_gpu = torch.version.cuda is not None and Path("/dev/nvidia0").exists()
