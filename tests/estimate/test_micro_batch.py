@@ -120,7 +120,10 @@ def test_a_model_that_does_not_fit_is_refused_with_advice(shards, tmp_path):
     result = run(shards, tmp_path / "run", "72e6", **fields)
     assert "error: not even one sequence per device fits" in result.stderr
     assert "; what helps: --gradient_checkpointing true" in result.stderr
-    assert "optimizer state alone take 0.1 GB: what helps is a smaller model" in run(shards, tmp_path / "run", "30e6", **fields).stderr
+    assert (
+        "optimizer state alone take 0.1 GB: what helps is a smaller model"
+        in run(shards, tmp_path / "run", "30e6", **fields).stderr
+    )
 
 
 def test_a_cpu_uses_a_fixed_number(shards, tmp_path):
