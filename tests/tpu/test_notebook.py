@@ -21,7 +21,7 @@ def test_the_kaggle_notebook_trains_and_evaluates_on_a_tpu(shards, env, tmp_path
     printed = execute("kaggle-tpu", tmp_path, env=env, skip=SAME, CONFIG=config, EARLIER=str(tmp_path))
     run = tmp_path / "runs" / "shakespeare"
     check_installed(printed["installed"], "tpu,trackers", tmp_path / "checkout")
-    assert "new run    no checkpoint of it" in printed["earlier"]
+    assert "new run    no checkpoint shakespeare/step_... under" in printed["earlier"]
     assert "device     TPU, fp32" in printed["train"]
     assert by_step(run)[6]["val_loss"] < by_step(run)[0]["val_loss"]
     results = json.loads((run / "step_00000006" / "results.json").read_text())
