@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from recipe.config import BatchPlan, Config, ModelConfig
+from recipe.model.loss import FP16_CHUNK
 from recipe.optim.muon import share_of
 from recipe.utils.units import gb
 
@@ -137,7 +138,7 @@ def step_memory(
     casts = 2 * 12 * L * D * D if autocast else 0  # autocast's copies of the weights, kept until they are used
     hidden = n * D * (2 if compiled else 8)  # the head's input and its gradient
     head = w * model.vocab_size * D  # the head's weights in the precision of the product
-    loss = head + _logits_bytes(config, n, w, compiled) + hidden + (0 if checkpointed and compiled else casts)
+    loss = head + _logits_bytes(config, n, precision, compiled) + hidden + (0 if checkpointed and compiled else casts)
 
     # The head's gradient is held until the embedding's, since they share their weights.
     in_block = 9 * n * D * w + 4 * model.vocab_size * D + (block if checkpointed else 0)
@@ -157,13 +158,15 @@ def step_memory(
     )
 
 
-def _logits_bytes(config: Config, n: int, w: int, compiled: bool) -> int:
-    """Bytes of the logits of `n` tokens, `w` bytes a number, and of the loss's other tensors."""
-    V, D = config.model.vocab_size, config.model.n_embd
-    if config.run.loss_chunk_size:  # a chunk's softmax, with the previous one not yet freed, and the head's gradient
-        chunk = min(config.run.loss_chunk_size, n)
-        return chunk * V * ((8 if chunk < n else 4) + 2 * w) + 4 * V * D + w * V * D
-    if compiled or config.run.fused_loss is True:
+def _logits_bytes(config: Config, n: int, precision: str, compiled: bool) -> int:
+    """Bytes of the logits of `n` tokens and of the loss's other tensors."""
+    V, D, fused = config.model.vocab_size, config.model.n_embd, config.run.fused_loss is True
+    w = 2 if precision in ("bf16", "fp16") else 4  # bytes a number
+    chunk = min(config.run.loss_chunk_size or (FP16_CHUNK if fused and precision == "fp16" else n), n)
+    if chunk < n or config.run.loss_chunk_size:  # a chunk's softmax and the last chunk's; the head's gradient
+        softmax = 0 if fused else 8 if chunk < n else 4
+        return chunk * V * (softmax + 2 * w) + 4 * V * D + w * V * D
+    if compiled or fused:
         return n * V * w + w * V * D
     return 12 * n * V  # log-softmax, its gradient and the gradient of its result, in fp32
 

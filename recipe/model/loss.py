@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 
 IGNORE_INDEX = -100
+# A chunk's head gradient has the type of the logits: in fp16 the sum over more positions than these could overflow.
+FP16_CHUNK = 4096
 _ROWS = 16  # rows of the softmax at a time: 3 MB of 50,257 fp32 logits; 8 to 32 are equally fast
 
 
@@ -52,8 +54,7 @@ def next_token_loss(
     if chunk_size or fused or by_rows:
         need_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
         kernel = "fused" if fused else "rows" if by_rows else "log_softmax"
-        # A chunk's head gradient has the type of the logits: in fp16 the sum over more rows could overflow.
-        chunk_size = chunk_size or (4096 if hidden.dtype == torch.float16 else len(hidden))
+        chunk_size = chunk_size or (FP16_CHUNK if hidden.dtype == torch.float16 else len(hidden))
         return _loss_sum(hidden, weight, targets, vocab_size, chunk_size, kernel, need_grad)[0] / count
     return plain_loss_sum(F.linear(hidden, weight), targets, vocab_size) / count
 

@@ -21,12 +21,13 @@ REAL = SMALL + " --precision=fp32 --gradient_checkpointing=true"
 MUON = "--optim=muon --precision=fp32 --n_layer=4 --n_head=4 --n_embd=256 --sequence_length=64"
 MUON += " --micro_batch_size=1 --total_batch_tokens=128 of 512"
 CHUNKS = SMALL + " --loss_chunk_size=128"
+FUSED = SMALL + " --micro_batch_size=16 --total_batch_tokens=4096 --fused_loss=true --loss_chunk_size=512"
 FAKE = [GPT2 + " --gradient_checkpointing=true", "--config=gpt2-xl --n_layer=8 --total_batch_tokens=8192"]
 
 
 @pytest.mark.parametrize(
     ("real", "fake"),
-    [([MUON], [GPT2]), pytest.param([REAL, CHUNKS], FAKE, marks=pytest.mark.slow)],  # fake ones take no time
+    [([MUON], [GPT2]), pytest.param([REAL, CHUNKS, FUSED], FAKE, marks=pytest.mark.slow)],  # fake ones take no time
 )
 def test_the_estimate_is_within_a_tenth_of_what_a_step_allocates(real, fake):
     arguments = [f"--real={options}" for options in real] + [f"--fake={options}" for options in fake]
@@ -56,6 +57,18 @@ def test_the_estimate_for_a_tpu_covers_the_memory_of_the_compiled_step(options, 
     config = parse_config(["--dataset_name=x", "--config", *options.split()])
     estimate = step_memory(config, batch_arithmetic(config, *devices), precision="bf16").peak / 2**30
     assert low * compiled < estimate < high * compiled
+
+
+def test_the_fused_loss_in_fp16_holds_a_chunk_of_logits():
+    """A T4: with 32 sequences a micro-batch all logits would be 3.3 GB, a gigabyte more than the chunks take."""
+    chunks, all_logits = (
+        step_memory(config, batch_arithmetic(config, 1), precision=precision, compiled=True).loss
+        for config, precision in (
+            (parse_config(["--config=gpt2", "--micro_batch_size=32", "--fused_loss=true"]), precision)
+            for precision in ("fp16", "bf16")
+        )
+    )
+    assert chunks < all_logits - 1e9
 
 
 XL = ("--config=gpt2-xl", "--micro_batch_size=1", "--hellaswag_steps=0", "--sample_steps=0")
