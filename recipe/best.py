@@ -184,7 +184,7 @@ def write_recipe(request: argparse.Namespace, flags: list[str], config: Config, 
         head = [
             f"{launcher(strategy)} recipe/train.py --config {path}",
             request.title,
-            f"Validation loss to expect: {best.loss:.3f}, give or take {forecaster.relative_error(best):.0%}",
+            f"Validation loss to expect: {best.loss:.3f}, give or take {100 * forecaster.relative_error(best):.0f} %",
         ]
         comments = "".join(f"# {line}\n" for line in "\n".join(head).split("\n"))  # a name may hold \n
         paths = {name for name in fields if FIELDS[name].metadata["path"]}
@@ -362,7 +362,8 @@ def log_forecasts(forecaster: Forecaster, forecasts: list[Forecast], best: Forec
     limit = limits[best.limit]
     if best.limit == "text" and best.tokens < MAX_EPOCHS * text.tokens:
         limit = f"the {budget}, and the text for a larger model"
-    logger.info("limit      %s. Expected losses are within about %s", limit, f"{forecaster.relative_error(best):.0%}")
+    percent = f"{100 * forecaster.relative_error(best):.0f} %"
+    logger.info("limit      %s. Expected losses are within about %s", limit, percent)
 
 
 def name_of(size: Size) -> str:

@@ -68,7 +68,7 @@ def test_the_recipe_gives_a_reason_for_each_value_and_the_loss_to_expect(searche
     assert values.keys() <= FIELDS.keys()
     assert (values["dataset_name"], values["seed"]) == ("my.txt", 7)
     assert 0.01 < values["train_hours"] < 0.028, "the time that the search has left"
-    expected = float(re.search(r"loss to expect: (\d\.\d+), give or take \d+%", head)[1])
+    expected = float(re.search(r"loss to expect: (\d\.\d+), give or take \d+ %", head)[1])
     assert re.search(rf"^best  .* layers, \d+ wide: loss {expected:.3f} ", printed, re.MULTILINE)
     assert len(re.findall(r"^speed  .* tokens/s", printed, re.MULTILINE)) in (1, 2, 3)
     assert re.search(r"^limit      the time; ", printed, re.MULTILINE)
@@ -285,7 +285,7 @@ def test_a_run_ends_within_the_time_given_with_the_loss_announced(tmp_path):
     slowdown = seconds_at[max(seconds_at)] - stable_seconds - stable_seconds * 0.6 / 0.4  # of the decay's steps
     assert 0.9 * 180 < seconds - slowdown < 1.1 * 180, "1.03 on a quiet machine"
     head = (tmp_path / "runs/timed/recipe.yaml").read_text()
-    expected, percent = re.search(r"loss to expect: (\d\.\d+), give or take (\d+)%", head).groups()
+    expected, percent = re.search(r"loss to expect: (\d\.\d+), give or take (\d+) %", head).groups()
     million = float(re.search(r"^best .* after ([\d.]+) M tokens", result.stdout, re.MULTILINE)[1])
     layers_and_width = re.search(r"^best       (.*): loss", result.stdout, re.MULTILINE)[1]
     tokens_per_second = re.search(rf"^speed      {layers_and_width}: ([\d,]+) tokens/s", result.stdout, re.MULTILINE)[1]
