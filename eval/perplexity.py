@@ -22,7 +22,7 @@ from eval import common
 from eval.loglikelihood import progress_bar, token_log_probs
 from eval.scores import score, text_dataset
 from recipe.utils.files import sha256_of
-from recipe.utils.shards import ShardReader
+from recipe.utils.shards import SUFFIXES, ShardReader, shards_in
 
 
 def read_manifest(data: str) -> dict:
@@ -34,7 +34,7 @@ def read_manifest(data: str) -> dict:
 
 
 def val_shards(data: str) -> dict[Path, str]:
-    """The validation shards in the trainer's order, each with its SHA-256. `data` is a glob of .bin files, or a
+    """The validation shards in the trainer's order, each with its SHA-256. `data` is a glob of shards, or a
     directory: the files of its manifest, or else those with "val" in their name. Raises UserError if there are none, or
     if one is not that of the manifest."""
     recorded = {}
@@ -42,13 +42,13 @@ def val_shards(data: str) -> dict[Path, str]:
         with common.reading(Path(data) / "manifest.json", "name other shards with --data"):
             entries = [entry for entry in read_manifest(data).get("shards", []) if entry["split"] == "val"]
             recorded = {Path(data) / Path(entry["file"]).name: entry["sha256"] for entry in entries}
-    pattern = f"{glob.escape(data)}/*val*.bin" if os.path.isdir(data) else data
-    paths = [*recorded] or sorted(map(Path, glob.glob(pattern, recursive=True)))
-    digests = {path: sha256_of(path) for path in paths if path.suffix == ".bin" and path.is_file()}
+    files = shards_in(Path(data), "*val*") if os.path.isdir(data) else map(Path, glob.glob(data, recursive=True))
+    paths = [*recorded] or sorted(files)
+    digests = {path: sha256_of(path) for path in paths if path.suffix in SUFFIXES and path.is_file()}
     if not digests:
         raise common.UserError(
-            f"--data {data}: no .bin file there (a directory needs one with `val` in its name). Prepare text with "
-            "python -m recipe.data.prepare"
+            f"--data {data}: no .bin or .npy file there (a directory needs one with `val` in its name). Prepare "
+            "text with python -m recipe.data.prepare"
         )
     if changed := next((path for path, digest in recorded.items() if digests.get(path) != digest), None):
         raise common.UserError(f"{changed} is not the shard that its manifest.json describes. Prepare the text again")

@@ -95,7 +95,8 @@ def test_an_unknown_name_is_refused_with_a_suggestion(recipe):
 
 def test_a_word_without_a_flag_is_shown_only_if_it_is_a_path():
     """It may be a secret."""
-    advice = "; write --NAME VALUE, and quote a glob or a name with spaces"
+    advice = "; write --NAME VALUE, and quote a glob or a name with spaces; docs/migrating.md has the names in other "
+    advice += "programs"
     assert refused("--dataset_name", "a.txt", "hf_secret") == f"unexpected argument{advice}"
     assert refused("--dataset_name", "a.txt", __file__) == f"unexpected argument: {__file__!r}{advice}"
 

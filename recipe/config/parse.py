@@ -133,7 +133,10 @@ def _flags(words: list[str]) -> dict[str, str]:
     if name.startswith("--"):
         raise UserError(f"unknown {name!r}{hint(name.removeprefix('--'), FIELDS)}")
     path = f": {unknown_words[0]!r}" if os.path.exists(unknown_words[0]) else ""  # anything else may be a secret
-    raise UserError(f"unexpected argument{path}; write --NAME VALUE, and quote a glob or a name with spaces")
+    raise UserError(
+        f"unexpected argument{path}; write --NAME VALUE, and quote a glob or a name with spaces; "
+        "docs/migrating.md has the names in other programs"
+    )
 
 
 class _StringLoader(yaml.SafeLoader):
@@ -181,6 +184,8 @@ def _recipe(path: Path) -> dict:
 def check(config: Config) -> None:
     """Raises UserError for values that contradict each other, and for invalid names."""
     model, data, opt = config.model, config.data, config.optimizer
+    if model.init_from in ("scratch", "resume"):
+        raise UserError(f"init_from {model.init_from}: omit it; the same command starts a run and resumes it")
     if model.n_embd % model.n_head:
         lower = max(1, model.n_embd // model.n_head) * model.n_head
         raise UserError(

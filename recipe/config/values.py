@@ -83,8 +83,9 @@ def metavar(field: dataclasses.Field) -> str:
 
 
 # Names in other programs that resemble one of ours with another meaning.
-_FALSE_FRIENDS = {"block_size", "config_name", "eval_iters", "eval_only", "fsdp_config", "logging_first_step"}
-_FALSE_FRIENDS |= {"lr_scheduler_kwargs", "token", "torch_compile_backend", "train_file", "val_max_steps"}
+_FALSE_FRIENDS = {"block_size", "config_name", "eval_iters", "eval_only", "fsdp_config", "learning_rate_decay_frac"}
+_FALSE_FRIENDS |= {"logging_first_step", "lr_scheduler_kwargs", "token", "torch_compile_backend", "train_file"}
+_FALSE_FRIENDS |= {"val_max_steps"}
 
 
 def hint(name: str, fields: Fields) -> str:

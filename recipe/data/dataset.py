@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from recipe.data.shards import Shard, ShardReader, open_shard
+from recipe.data.shards import Shard, ShardReader, not_in_vocabulary, open_shard
 from recipe.data.tokenizer import VOCAB_SIZE
 from recipe.utils.errors import UserError
 
@@ -76,11 +76,7 @@ class TokenDataset:
             index = order[index] if permuted else index
             rows = reader.runs(index * self.sequence_length, self.sequence_length + 1)  # (group, T + 1)
             if (largest := rows.max()) >= self._vocab_size:
-                vocabulary = "GPT-2's vocabulary" if self._vocab_size == VOCAB_SIZE else "the tokenizer's vocabulary"
-                raise UserError(
-                    f"{self.shards[shard].path}: holds token {largest}, but {vocabulary} ends at "
-                    f"{self._vocab_size - 1}: it was made with another tokenizer, type or byte order; prepare it again"
-                )
+                raise not_in_vocabulary(self.shards[shard].path, largest, self._vocab_size)
             out[group] = rows
         return out
 

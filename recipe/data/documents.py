@@ -185,7 +185,11 @@ class TextFiles:
 
     def pin(self, manifest: Manifest) -> None:
         """Logs which files of a directory are skipped; there is no commit to pin."""
-        if skipped := self._skipped:
+        splits = [path.name for path in self._skipped if text_suffix(path) and path.is_file()]
+        if splits:
+            names = ", ".join(splits[:4] + ["..."] * (len(splits) > 4))
+            logger.info("data       %s beside the training split skipped: %s", plural(len(splits), "file"), names)
+        if skipped := [path for path in self._skipped if path.name not in splits]:
             kinds = f"{endings(skipped)} ({', '.join(TEXT_SUFFIXES)} are read)"
             logger.info("data       %s skipped: %s", plural(len(skipped), "file"), kinds)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import glob
 import json
+import logging
 import os
 import re
 from contextlib import suppress
@@ -24,9 +25,12 @@ from recipe.utils.files import fsync, replace_file, sha256_of
 from recipe.utils.schema import COUNT, SHA256, check
 from recipe.utils.shards import DTYPE, HEADER_BYTES, MAGIC, SUFFIXES, VERSION, ShardReader, shards_in
 
+logger = logging.getLogger(__name__)
+
 MANIFEST = "manifest.json"
 _SAMPLE_SIZE = 1 << 20  # tokens to inspect if no manifest names the tokenizer
 _MIN_SAMPLE = 100_000  # tokens to judge by their maximum: every 1,000 of tiny Shakespeare have one above 48,000
+_USUAL_MAXIMUM = 37_692  # exceeded by samples of all languages, code, digits and DNA, but not by chess moves or sums
 FORMAT_VERSION = 1
 _RETRY_HINT = "fix that; the same command continues after the last finished shard"
 
@@ -172,7 +176,8 @@ class Manifest:
 
 def check_tokenizer(name: str, shards: list[Shard], tokenizer: GPT2Tokenizer) -> None:
     """Raises UserError for shards of another tokenizer: by the manifests beside them, also if `name` is a glob; or
-    without one if the largest token of a long sample is below a sixteenth of the vocabulary, as of characters."""
+    without one if the largest token of a long sample is below a sixteenth of the vocabulary, as of characters, or
+    beyond the vocabulary. Warns if it could be of another vocabulary than GPT-2's, such as Llama 2's of 32,000."""
     for directory, shard in {shard.path.parent: shard for shard in reversed(shards)}.items():  # its first shard
         manifest = None
         with suppress(UserError):  # files that a glob names are taken as they are, whosever manifest.json this is
@@ -183,13 +188,29 @@ def check_tokenizer(name: str, shards: list[Shard], tokenizer: GPT2Tokenizer) ->
                 f"{name} holds shards of {origin}, but tokenizer is {tokenizer.name}; prepare its text again in "
                 "another directory, or set tokenizer to the one that made them"
             )
-        sample = ShardReader(shard.path).read(_SAMPLE_SIZE)
-        if not manifest and len(sample) >= _MIN_SAMPLE and (largest := int(sample.max())) < tokenizer.vocab_size // 16:
+        sample, vocab_size = ShardReader(shard.path).read(_SAMPLE_SIZE), tokenizer.vocab_size
+        if manifest or len(sample) < _MIN_SAMPLE:
+            continue
+        largest = int(sample.max())
+        if largest >= vocab_size:
+            raise not_in_vocabulary(shard.path, largest, vocab_size)
+        problem = f"{shard.path}: no token of its first {len(sample):,} is above {largest:,}"
+        if largest < vocab_size // 16:
             raise UserError(
-                f"{shard.path}: no token of its first {len(sample):,} is above {largest}, but {tokenizer.name} has "
-                f"{tokenizer.vocab_size:,} tokens: another tokenizer made them, perhaps one of characters; train on "
-                "the text itself, with GPT-2's tokenizer or your own (docs/data.md)"
+                f"{problem}, but {tokenizer.name} has {vocab_size:,} tokens: another tokenizer made them, perhaps one "
+                "of characters; train on the text itself, with GPT-2's tokenizer or your own (docs/data.md)"
             )
+        if tokenizer.digest == GPT2 and largest < _USUAL_MAXIMUM:
+            logger.warning("data       %s; if they are not GPT-2's, name their --tokenizer", problem)
+
+
+def not_in_vocabulary(path: Path, token: int, vocab_size: int) -> UserError:
+    """The error for a shard with a token that is not in the vocabulary."""
+    vocabulary = "GPT-2's vocabulary" if vocab_size == VOCAB_SIZE else "the tokenizer's vocabulary"
+    return UserError(
+        f"{path}: holds token {token}, but {vocabulary} ends at {vocab_size - 1}: it was made with another tokenizer, "
+        "type or byte order; prepare it again"
+    )
 
 
 def find_shards(name: str, split: str) -> list[Shard]:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import tiktoken
+from tokenizers import Tokenizer
 
 from recipe.utils.download import local_copy
 from recipe.utils.errors import UserError, first_line
@@ -91,7 +92,7 @@ class GPT2Tokenizer:
         return hf_tokenizer()
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
-        """The tokens of each text, (tokens,), uint16. What looks like a special token is ordinary text."""
+        """The tokens of each text, (tokens,), uint16. What looks like end-of-text is ordinary text."""
         return [encode(text) for text in texts]
 
     def decode(self, ids: list[int]) -> bytes:
@@ -120,14 +121,17 @@ class CustomTokenizer(GPT2Tokenizer):
         self.name = Path(name).resolve().name if Path(name).exists() else name
         self.vocab_size = max(self.vocabulary().values()) + 1
         self.end_of_text, self.end_of_text_token = self._tokenizer.eos_token_id, self._tokenizer.eos_token
-        self._bpe = copy.deepcopy(self._tokenizer.backend_tokenizer)
-        self._bpe.encode_special_tokens = True
+        settings = json.loads(self._tokenizer.backend_tokenizer.to_str())
+        for token in settings["added_tokens"]:  # text may contain <|user|>, but end-of-text is between documents
+            token["special"] = token["content"] == self.end_of_text_token
+        self._bpe = Tokenizer.from_str(json.dumps(settings))
+        self._bpe.encode_special_tokens = True  # as ordinary text
         self._bpe.no_truncation()
         self._bpe.no_padding()
         self.digest = _digest(self._bpe.to_str(), self.end_of_text)
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
-        """Like GPT2Tokenizer's."""
+        """Like GPT2Tokenizer's, but special tokens other than end-of-text are those tokens."""
         encodings = self._bpe.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(result.ids, np.uint16) for result in encodings]
 

@@ -1,5 +1,6 @@
 """Builds the model that a configuration describes, with its initial weights."""
 
+import json
 from functools import partial
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from recipe.utils.checkpoints import checkpoints
 from recipe.utils.download import local_copy
 from recipe.utils.errors import UserError, reading
 
-_CONFIG_FILES = ["config.json", "tokenizer.json"]
+_CONFIG_FILES = ["config.json", "tokenizer.json", "vocab.json"]
 _REQUIRED = "config.json and model.safetensors"
 
 
@@ -66,9 +67,11 @@ def _check_config(config: Config, directory: str) -> None:
     if directory == model.init_from:  # first: a missing config.json would be read as GPT-2's
         weight_files(directory)
     init_config = read_config(directory)
-    if (path := Path(directory) / "tokenizer.json").is_file():
-        with reading(path, "copy or download it again"):
-            tokens = Tokenizer.from_file(str(path)).get_vocab().items()
+    paths = (Path(directory) / name for name in _CONFIG_FILES[1:])
+    if path := next((path for path in paths if path.is_file()), None):
+        with reading(path, "copy or download it again"):  # vocab.json is how older versions of transformers save it
+            is_old = path.name == "vocab.json"
+            tokens = (json.loads(path.read_bytes()) if is_old else Tokenizer.from_file(str(path)).get_vocab()).items()
         own_tokens = tokenizer.vocabulary().items()  # either may have more, such as a padding token
         if not (tokens <= own_tokens or own_tokens <= tokens):
             problem = f"was trained with another tokenizer than {tokenizer.name}"

@@ -1,6 +1,7 @@
 """Exit codes, and the error for mistakes that the user can fix."""
 
 import argparse
+import os
 from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager
 from enum import IntEnum
@@ -77,8 +78,9 @@ def no_safetensors(model: str) -> UserError:
     """The error for a model without a safetensors file."""
     problem = f"{model}: no model.safetensors; pytorch_model.bin, ckpt.pt and the like are pickles, which can run any "
     problem += "code when loaded, so they are not read"
-    if Path(model).is_dir() and not (Path(model) / "config.json").exists():
-        return UserError(f"{problem}. Give a directory that transformers' save_pretrained has written")
+    if os.path.exists(model) and not (Path(model) / "config.json").exists():
+        problem += ". Give a directory that transformers' save_pretrained has written, such as a Trainer's checkpoint-N"
+        return UserError(f"{problem}; docs/migrating.md converts the checkpoints of nanoGPT and llm.c")
     return UserError(
         f"{problem}. If you trust the model, convert it with transformers: "
         f"AutoModelForCausalLM.from_pretrained({model!r}).save_pretrained('converted')"

@@ -269,6 +269,49 @@ def test_tokens_of_characters_are_refused(workdir):
     opened("--dataset_name=.")
 
 
+def test_tokens_that_may_be_of_a_smaller_vocabulary_are_a_warning(workdir, caplog):
+    """As llama2.c's, of 32,000 tokens: a text of sums has no larger ones of GPT-2's."""
+    rng = np.random.default_rng(0)
+    for vocab_size, is_warning in ((32_000, True), (50_257, False)):
+        for split in ("train", "val"):
+            rng.integers(0, vocab_size, 200_000).astype(np.uint16).tofile(workdir / f"{split}.bin")
+        opened("--dataset_name=.")
+        warning = "train.bin: no token of its first 200,000 is above 31,999; if they are not GPT-2's, name"
+        assert (warning in caplog.text) == is_warning
+        caplog.clear()
+
+
+def test_the_other_splits_beside_a_training_split_are_not_trained_on(tmp_path):
+    """As load_dataset reads a directory; a glob reads all that it matches, and names like these alone are text."""
+    held_out = [
+        "data/test-00000-of-00001.parquet",
+        "data/validation-00000-of-00001.parquet",
+        "dev/a.txt",
+        "wiki.valid.txt",
+    ]
+    training = ["contest-notes.txt", "data/train-00000-of-00001.parquet", "train/test.txt", "wiki.train.txt"]
+    for name in [*held_out, *training]:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(TEXT)
+    texts, others = text_files(str(tmp_path))
+    assert texts == [tmp_path / name for name in training]
+    assert others == [tmp_path / name for name in held_out]
+    assert tmp_path / "wiki.valid.txt" in text_files(f"{tmp_path}/*")[0]
+    assert text_files(f"{tmp_path}/dev") == ([tmp_path / "dev" / "a.txt"], [])
+
+
+@pytest.mark.parametrize("split", ["", "train"])
+def test_what_save_to_disk_wrote_is_refused_with_the_way_out(tmp_path, split):
+    datasets = pytest.importorskip("datasets")
+    dataset = datasets.Dataset.from_dict({"text": [TEXT]})
+    saved = datasets.DatasetDict({split: dataset}) if split else dataset
+    saved.save_to_disk(str(tmp_path / "saved"))
+    with pytest.raises(
+        UserError, match=r"saved: written by save_to_disk, .*: load_from_disk\(DIRECTORY\), of one split"
+    ):
+        parse_config([f"--dataset_name={tmp_path / 'saved'}"])
+
+
 def test_a_subdirectory_that_cannot_be_read_is_an_error(tmp_path, monkeypatch):
     """pathlib would skip it. Hidden directories and lost+found are skipped, since they hold no text of the user's."""
     for name in ("part-1", "part-2", ".trash", "lost+found"):

@@ -78,7 +78,7 @@ def test_its_end_of_text_separates_documents_too(tmp_path):
 
 
 def test_any_text_has_transformers_ids_and_comes_back(tmp_path):
-    """Special tokens in a text are text, and the lengths of its tokens add up to its bytes. What its file says of
+    """End-of-text in a text is text, and the lengths of its tokens add up to its bytes. What its file says of
     truncation and padding, which are for batches of other programs, does not apply."""
     trained = train_tokenizer()
     trained.enable_truncation(20)
@@ -93,6 +93,20 @@ def test_any_text_has_transformers_ids_and_comes_back(tmp_path):
         assert tokenizer.end_of_text not in ids
         assert ids.tolist() == hf_tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
         assert byte_lengths(hf_tokenizer)[[*ids, tokenizer.end_of_text]].sum() == len(text.encode())
+
+
+def test_its_special_tokens_in_a_text_are_the_ids_that_a_prompt_has(tmp_path):
+    """Those of chats, that is. End-of-text is not: it separates documents."""
+    trained = train_tokenizer()
+    trained.add_special_tokens(["<|user|>", "<|bot|>"])
+    tokenizer = open_tokenizer(save(trained, tmp_path))
+    hf_tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    chat = "<|user|>What is 0 plus one? <|bot|>One.    "
+    (ids,) = tokenizer.encode([chat])
+    assert ids.tolist() == hf_tokenizer.encode(chat, add_special_tokens=False)
+    assert ids[0] == hf_tokenizer.convert_tokens_to_ids("<|user|>") >= VOCABULARY
+    assert tokenizer.decode(ids.tolist()).decode() == chat
+    assert tokenizer.end_of_text not in tokenizer.encode([f"<|user|>{END}"])[0]
 
 
 def test_transformers_loads_model_and_tokenizer_from_the_checkpoint(trained_run):
@@ -227,6 +241,12 @@ def test_weights_of_another_vocabulary_are_refused(trained_run, tmp_path):
         assert f"init_from {checkpoint} was trained with another tokenizer than " in error
         assert f"; add --tokenizer {checkpoint}" in error
         assert not (tmp_path / "data").exists()  # nothing was tokenized
+    old = shutil.copytree(exported, tmp_path / "old")  # as transformers saved a tokenizer in 2020
+    (old / "tokenizer.json").unlink()
+    ids = open_tokenizer("gpt2").vocabulary()
+    for vocabulary, is_other in ((dict(zip(ids, reversed(ids.values()), strict=True)), True), (ids, False)):
+        (old / "vocab.json").write_text(json.dumps(vocabulary))
+        assert ("was trained with another tokenizer" in start("gpt2", old, "--dry_run").stderr) == is_other
     padded = shutil.copytree(exported, tmp_path / "padded")
     GPT2Config(n_layer=2, n_head=2, n_embd=32, n_positions=64, vocab_size=50_304).save_pretrained(padded)
     assert "has 50,304 embeddings, and tokenizer gpt2 50,257 tokens" in start("gpt2", padded).stderr

@@ -76,7 +76,7 @@ def test_shards_equal_the_models_own_loss(model_dir, loaded, tmp_path, command, 
     assert "the first 4 of 5 windows" in result["scores"][0]["how"]
     command(perplexity, checkpoint, "--data", tmp_path, "--output", tmp_path / "named.json")
     assert json.loads((tmp_path / "named.json").read_text())["perplexity"]["windows"] == 5  # all of data that are named
-    with pytest.raises(common.UserError, match=r"tiny_shakespeare\.txt: no \.bin file there.* recipe\.data\.prepare"):
+    with pytest.raises(common.UserError, match=r"tiny_shakespeare\.txt: no \.bin or \.npy file there.* recipe\.data\.prepare"):
         perplexity.shard_windows(str(SHAKESPEARE), 32)  # whose bytes would be read as tokens
     monkeypatch.chdir(tmp_path)  # the same model by another path, and then in another place
     command(perplexity, checkpoint, "--data", tmp_path)
@@ -101,6 +101,14 @@ def test_a_glob_is_read_as_the_trainer_reads_it(model_dir, tmp_path, command):
     assert json.loads(output.read_text())["perplexity"]["windows"] == 3
     trained_on = [ShardReader(shard.path).read()[0] for shard in find_shards(pattern, "val")]
     assert [window[0] for window in perplexity.shard_windows(pattern, 32)[0]] == trained_on
+
+
+def test_build_nanogpts_arrays_are_read_as_the_trainer_reads_them(tmp_path):
+    for split in ("train", "val"):
+        np.save(tmp_path / f"edu_fineweb_{split}_000000.npy", np.arange(600, dtype=np.uint16))
+    windows, files = perplexity.shard_windows(str(tmp_path), 32)
+    assert (len(windows), list(files)) == (18, ["edu_fineweb_val_000000.npy"])
+    assert [shard.path.name for shard in find_shards(str(tmp_path), "val")] == [*files]
 
 
 def test_prepared_shards_are_those_of_the_manifest(model_dir, tmp_path, command):

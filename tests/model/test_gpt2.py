@@ -1,10 +1,12 @@
 """The model against transformers': keys, logits, loss, gradients, an optimizer step, saved files; initial weights."""
 
 import math
+import re
 from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
 from huggingface_hub import HfApi
 from safetensors.torch import save_file
@@ -21,7 +23,7 @@ from recipe.model.linear import TwoStageLinear, two_stage_linear
 from recipe.model.loss import next_token_loss
 from recipe.optim.optimizer import make_optimizer
 from recipe.utils.errors import UserError
-from tests.conftest import own_model
+from tests.conftest import ROOT, own_model
 from tests.model.loss_probe import relative
 
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
@@ -213,6 +215,38 @@ def test_init_from_a_run_names_its_checkpoint(tmp_path):
     (tmp_path / "step_00000020").mkdir()
     with pytest.raises(UserError, match=r"init_from .* is a run; name a checkpoint of it, such as .*/step_00000020"):
         build_model(parse_config([f"--init_from={tmp_path}", "--n_embd=32", "--n_head=2", "--n_layer=1"]))
+
+
+def test_the_migration_guide_converts_nanogpts_weights(tmp_path, monkeypatch):
+    """With its compiled names, its padded vocabulary, its own layout of matrices, and no biases."""
+    expected = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=2, n_head=2, n_embd=32, n_positions=64))
+    weights = {}
+    for name, tensor in expected.state_dict().items():
+        if name.endswith(".bias"):
+            tensor.zero_()
+            continue
+        conv1d = ".h." in name and tensor.ndim == 2
+        tensor = F.pad(tensor, (0, 0, 0, 47)) if len(tensor) == 50257 else tensor.t().contiguous() if conv1d else tensor
+        weights[f"_orig_mod.{name}"] = tensor
+    sizes = {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 64, "vocab_size": 50304, "bias": False}
+    (tmp_path / "out").mkdir()
+    torch.save({"model": weights, "model_args": sizes | {"dropout": 0.0}}, tmp_path / "out" / "ckpt.pt")
+    monkeypatch.chdir(tmp_path)
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "migrating.md").read_text(), re.DOTALL)
+    exec(code, {})
+    run = parse_config(
+        [
+            "--init_from=converted",
+            "--n_layer=2",
+            "--n_head=2",
+            "--n_embd=32",
+            "--n_positions=64",
+            "--sequence_length=64",
+        ]
+    )
+    converted = build_model(run).state_dict()
+    state = expected.state_dict()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in converted.items())
 
 
 def test_init_from_an_mlp_of_another_width_is_refused_before_its_weights_are_read(tmp_path):
