@@ -14,7 +14,7 @@ from recipe.checkpoint.format import Checkpoint, load_checkpoint, newest_state
 from recipe.checkpoint.manager import CheckpointManager
 from recipe.checkpoint.provenance import code_sha256
 from recipe.checkpoint.run_dir import check_same_run, continue_from, run_directory, set_aside
-from recipe.config import UNDECIDED, BatchPlan, Config, data_sets, entries_in
+from recipe.config import UNDECIDED, BatchPlan, Config, data_sets, entries_in, hyperparameters
 from recipe.config.catalog import is_text
 from recipe.config.parse import check
 from recipe.data.dataset import check_same_data
@@ -183,24 +183,35 @@ def open_run_directory(config: Config, processes: Processes) -> Generator[tuple[
 
 def is_complete(config: Config, processes: Processes, checkpoint: Checkpoint | None) -> bool:
     """Whether the last step is saved and evaluated; logs it if so. A collective call. Raises UserError if the run was
-    trained on other data."""
+    trained with other hyperparameters or on other data."""
     if checkpoint is None or checkpoint.step < config.optimizer.max_steps:
         return False
     is_evaluated = checkpoint.step in val_losses(Path(config.run.output_dir))
     complete = checkpoint.step > config.optimizer.max_steps or processes.broadcast_object(is_evaluated)
     if complete:
         with processes.shared_error("the data cannot be read"):
-            _check_data_of_finished_run(config, checkpoint.state)
+            _check_finished_run(config, checkpoint.state)
         logger.info(_COMPLETE, checkpoint.path)
     return complete
 
 
-def _check_data_of_finished_run(config: Config, state: dict) -> None:
-    """Raises UserError if a complete run, with this trainer state, was trained on other data than the configuration
-    names. Compares the names or, since shards may move, the shards; for local text also its files, by size and checksum
-    or time. Prepares and streams nothing."""
+def _check_finished_run(config: Config, state: dict) -> None:
+    """Raises UserError if a complete run, with this trainer state, was trained with other hyperparameters or on other
+    data than the configuration names. Compares the names of the data or, since shards may move, the shards; for local
+    text also its files, by size and checksum or time. Prepares and streams nothing."""
     trained_name, entries = state["config"]["dataset_name"], data_sets(config.data)
     way_out = "choose another run_name, or start over with --fresh"
+    saved_config, flat = state["config"], config.flat()
+    # More steps would continue it, fewer it has taken; the micro-batch changes nothing but rounding.
+    names = {*hyperparameters(flat)} - {"max_steps", "micro_batch_size"}
+    if changes := [
+        f"{n} {saved_config[n]!r}, not {flat[n]!r}"
+        for n in sorted(names & {*saved_config})
+        if saved_config[n] != flat[n]
+    ]:
+        raise UserError(
+            f"the run in {config.run.output_dir} is complete, but was trained with {', '.join(changes)}; {way_out}"
+        )
     if trained_name == redacted(config.flat())["dataset_name"]:
         for entry, source in zip(entries, entries_in(state["about"][-1]["data"]), strict=True):
             if (trained_files := source.get("files")) and is_text(entry.data.train_text):

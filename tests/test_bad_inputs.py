@@ -194,6 +194,11 @@ MISTAKES = {
         ", not on ",
         "choose another run_name, or start over with --fresh",
     ),
+    "complete run, another rate": (
+        lambda box: box.resume(max_steps=20, learning_rate=0.5),
+        "run is complete, but was trained with learning_rate ",
+        ", not 0.5; choose another run_name, or start over with --fresh",
+    ),
     "complete run, unprepared text": (
         lambda box: box.resume(max_steps=20, train_text=box.file("mine.txt", "text"), dataset_name=box.path / "mine"),
         "mine.txt; choose another run_name, or",

@@ -221,7 +221,7 @@ class GPT2LMHeadModel(nn.Module):
         return F.linear(hidden, self.head_weight)
 
     def forward(self, input_ids: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
-        """Logits (B, T, V) of `input_ids` (B, T); with `targets` (B, T), the loss alone.
+        """Logits (B, T, V) of `input_ids` (B, T); with `targets` (B, T), the loss alone, also in validation.
 
         `targets[b, t]` is the token after `input_ids[b, t]`: already shifted, unlike transformers' `labels`.
         Training never returns logits: all of them would be kept in memory and converted to fp32.

@@ -1,5 +1,6 @@
 """The optimizer: which parameters AdamW and Muon update, the gradient norm, and state by parameter name."""
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -81,27 +82,32 @@ def _is_matrix(name: str) -> bool:
 
 def named_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """The optimizer state as `<state>.<parameter>`, such as exp_avg.transformer.wte.weight or, for Muon,
-    momentum.transformer.h.0.mlp.c_fc.weight; empty before the first step."""
-    params = dict(model.named_parameters())
-    names = state_names(model, optimizer) if optimizer.state else {}
-    return {f"{key}.{name}": optimizer.state[params[name]][key] for name, keys in names.items() for key in keys}
+    momentum.transformer.h.0.mlp.c_fc.weight: all tensors of their parameter's shape. Empty before the first step."""
+    return {
+        f"{key}.{name}": value
+        for name, p in model.named_parameters()
+        for key, value in optimizer.state.get(p, {}).items()
+        if torch.is_tensor(value) and value.shape == p.shape
+    }
 
 
 def load_named_state(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, torch.Tensor], steps: int
 ) -> None:
-    """Restores the optimizer state after `steps` steps from the tensors of `named_state`. Raises KeyError if one is
-    missing."""
+    """Restores the optimizer state after `steps` steps from the tensors of `named_state`."""
     if not tensors:
         return
     # A fused or capturable AdamW keeps its step on the parameter's device.
     on_device = any(optimizer.param_groups[0].get(option) for option in ("fused", "capturable"))
-    names = state_names(model, optimizer)
+    saved_states = defaultdict(dict)
+    for key, tensor in tensors.items():
+        kind, _, name = key.partition(".")
+        saved_states[name][kind] = tensor
     for name, p in model.named_parameters():
-        saved = {key: tensors[f"{key}.{name}"] for key in names[name]}
+        saved = saved_states[name]
         # FSDP's shards are copies already.
         state = {k: v.to(p.device, p.dtype, copy=not hasattr(v, "to_local")) for k, v in saved.items()}
-        if names[name] != MUON:
+        if MUON[0] not in saved:
             step = torch.tensor(float(steps), dtype=torch.float32, device=p.device if on_device else "cpu")
             state = {"step": step} | state
         optimizer.state[p] = state

@@ -36,7 +36,8 @@ def muon_momentum_at(step: int) -> float:
 
 def _decay_factor(step: int, config: OptimizerConfig, warmup_steps: int) -> float:
     """The fraction of the peak learning rate, from 1 down to min_lr_fraction. With wsd it depends on max_steps only
-    after the constant phase, so that a run can be extended from a checkpoint of that phase."""
+    after the constant phase, so that a run can be extended from a checkpoint of that phase. `warmup_steps` is 0 for
+    Muon."""
     start, end, floor = warmup_steps, config.max_steps, config.min_lr_fraction
     if config.lr_scheduler_type == "wsd":
         start = config.decay_start

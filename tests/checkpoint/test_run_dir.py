@@ -114,6 +114,9 @@ def test_another_run_is_refused_and_harmless_changes_are_reported(tmp_path, capl
     assert caplog.messages == []
     check_same_run(state | {"step": 80}, saved | {"min_lr_fraction": 0.1}, tokenizer, tmp_path)
     assert caplog.messages == ["resuming with min_lr_fraction 0.0 -> 0.1"]  # no step follows at another rate
+    old = {name: value for name, value in saved.items() if name != "dropout"}  # of a version without this field
+    check_same_run(state | {"config": old, "step": 80}, saved | {"dropout": 0.1}, tokenizer, tmp_path)
+    assert caplog.messages[1:] == ["resuming with dropout 0.0 -> 0.1"]
     with pytest.raises(UserError, match=r"n_layer 2 -> 3, n_embd 128 -> 96, optim 'muon' -> 'adamw'.*--fresh"):
         check_same_run(state, config | {"n_layer": 3, "n_embd": 96, "optim": "adamw"}, tokenizer, tmp_path)
     message = "run_name 'shakespeare' -> 'other'; continue it with --run_name shakespeare --output_dir "

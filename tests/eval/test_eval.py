@@ -76,7 +76,9 @@ def test_shards_equal_the_models_own_loss(model_dir, loaded, tmp_path, command, 
     assert "the first 4 of 5 windows" in result["scores"][0]["how"]
     command(perplexity, checkpoint, "--data", tmp_path, "--output", tmp_path / "named.json")
     assert json.loads((tmp_path / "named.json").read_text())["perplexity"]["windows"] == 5  # all of data that are named
-    with pytest.raises(common.UserError, match=r"tiny_shakespeare\.txt: no \.bin or \.npy file there.* recipe\.data\.prepare"):
+    with pytest.raises(
+        common.UserError, match=r"tiny_shakespeare\.txt: no \.bin or \.npy file there.* recipe\.data\.prepare"
+    ):
         perplexity.shard_windows(str(SHAKESPEARE), 32)  # whose bytes would be read as tokens
     monkeypatch.chdir(tmp_path)  # the same model by another path, and then in another place
     command(perplexity, checkpoint, "--data", tmp_path)

@@ -95,14 +95,13 @@ def test_the_gradient_norm_of_an_embedding_is_exact():
     assert gradient_norm(embedding.parameters()).item() == pytest.approx(exact, rel=1e-6)
 
 
-def test_the_state_of_any_optimizer_resumes_with_its_step(monkeypatch):
-    """As CONTRIBUTING.md shows: its names go into state_names."""
-    monkeypatch.setattr(
-        "recipe.optim.optimizer.state_names",
-        lambda model, _: dict.fromkeys(dict(model.named_parameters()), ("exp_avg", "exp_inf")),
-    )
+@pytest.mark.parametrize(
+    ("optimizer_class", "options"),
+    [(torch.optim.Adamax, {}), (torch.optim.AdamW, {"amsgrad": True}), (torch.optim.Adagrad, {})],
+)
+def test_the_state_of_any_optimizer_resumes_with_its_step(optimizer_class, options):
     models = [tiny_model(), tiny_model()]
-    optimizers = [torch.optim.Adamax(model.parameters(), lr=0.1) for model in models]
+    optimizers = [optimizer_class(model.parameters(), lr=0.1, **options) for model in models]
     optimizers[0].step()
     models[1].load_state_dict(models[0].state_dict())
     load_named_state(models[1], optimizers[1], named_state(models[0], optimizers[0]), steps=1)
