@@ -8,7 +8,7 @@ import signal
 import sys
 from importlib import import_module
 
-from recipe.utils.errors import ArgumentParser, UserError
+from recipe.utils.errors import ArgumentParser, ExitCode, UserError
 
 # Modules whose main takes the remaining arguments and returns the exit code.
 COMMANDS = {
@@ -38,6 +38,9 @@ def main(argv: list[str] | None = None) -> int:
     except (UserError, OSError, ModuleNotFoundError) as error:  # a rented GPU's Python may lack pytest, for example
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("\nstopped; what was measured so far is in its file", file=sys.stderr)
+        return ExitCode.INTERRUPTED
 
 
 if __name__ == "__main__":

@@ -331,7 +331,7 @@ def sum_(config: Config, strategy: Strategy) -> Finding | None:
         return None
     numbers = torch.arange(2**24, device=strategy.device.torch_device, dtype=torch.float32) % 1024  # sums are exact
     total = processes.sum(numbers * (processes.rank + 1))
-    correct = gathered(strategy, bool(torch.equal(total, numbers * (n * (n + 1) // 2))))
+    correct = strategy.runtime.processes.gather_objects(bool(torch.equal(total, numbers * (n * (n + 1) // 2))))
     if ranks := ", ".join(str(rank) for rank, is_correct in enumerate(correct) if not is_correct):
         raise UserError(f"wrong on process {ranks}: its link or its memory is broken")
     rate = 2 * (n - 1) / n * numbers.nbytes / hardware.seconds_of(partial(processes.sum, numbers))
@@ -345,7 +345,7 @@ def products(config: Config, strategy: Strategy) -> Finding:
     device = strategy.device
     size = 8192 if device.memory else 1024
     a, b = (torch.randn(size, size, device=device.torch_device).to(device.dtype) for _ in range(2))
-    rates = gathered(strategy, 2 * size**3 / hardware.seconds_of(partial(torch.matmul, a, b)))
+    rates = strategy.runtime.processes.gather_objects(2 * size**3 / hardware.seconds_of(partial(torch.matmul, a, b)))
     slowest, median = min(rates), statistics.median(rates)
     share = f", {100 * slowest * device.count / device.peak_flops:.0f} % of the peak" if device.peak_flops else ""
     fastest = f" to {si(max(rates))}" if len(rates) > 1 else ""
@@ -408,7 +408,9 @@ def compared_in_fp64(
         mean_square = result.cpu().double().pow(2).mean()  # MPS has no fp64
         gradients = torch.autograd.grad(mean_square, leaves) if backward else ()
         results.append([tensor.detach().cpu().double() for tensor in (result, *gradients)])
-    errors = gathered(strategy, max(relative_error(*pair) for pair in zip(*results, strict=True)))
+    errors = strategy.runtime.processes.gather_objects(
+        max(relative_error(*pair) for pair in zip(*results, strict=True))
+    )
     worst, tolerance = max(errors), tolerance_factor * RELATIVE[strategy.device.precision]
     problem = f"process {errors.index(worst)} gives a wrong result: try another version of torch, or another driver"
     return f"within {worst:.1e} of fp64 ({tolerance:g} allowed)", problem if worst > tolerance else ""
@@ -418,15 +420,6 @@ def relative_error(result: torch.Tensor, expected: torch.Tensor) -> float:
     """The largest difference, relative to the largest number; infinite if any is NaN."""
     error = ((result - expected).abs().max() / expected.abs().max().clamp(min=1e-30)).item()
     return math.inf if math.isnan(error) else error
-
-
-def gathered(strategy: Strategy, value) -> list:
-    """The values of all processes. A collective call."""
-    processes = strategy.runtime.processes
-    values = [value] * processes.world_size
-    if processes.cpu_group is not None:
-        torch.distributed.all_gather_object(values, value, group=processes.cpu_group)
-    return values
 
 
 if __name__ == "__main__":

@@ -180,9 +180,10 @@ def test_slow_data_and_a_slow_device_are_named(waits, problem, shards, tmp_path,
 def test_a_gpu_that_is_slower_than_the_others_is_named(speed, memory, is_slow, monkeypatch):
     """Not a process on a CPU, which shares it with the others."""
     monkeypatch.setattr(preflight.hardware, "seconds_of", lambda call: 1.0)
-    monkeypatch.setattr(preflight, "gathered", lambda strategy, value: [value, speed * value, value, value])
+    processes = SimpleNamespace(gather_objects=lambda value: [value, speed * value, value, value])
     device = SimpleNamespace(memory=memory, torch_device="meta", dtype=torch.float32, count=1, peak_flops=None)
-    measured, problem = preflight.products(parse_config([]), SimpleNamespace(device=device))
+    strategy = SimpleNamespace(device=device, runtime=SimpleNamespace(processes=processes))
+    measured, problem = preflight.products(parse_config([]), strategy)
     assert problem.startswith("process 1 is slower than the others: ") == is_slow == bool(problem)
     assert re.fullmatch(r"[\d.]+ [GMT] to [\d.]+ [GMT]FLOP/s a process", measured)
 

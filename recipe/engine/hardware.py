@@ -1,6 +1,7 @@
 """The hardware: its precisions, peak FLOP/s, memory, threads and allocator. Uses PyTorch, but not Accelerate."""
 
 import ctypes
+import logging
 import os
 import platform
 import re
@@ -256,11 +257,13 @@ def nvidia_smi(*fields: str) -> dict[str, str]:
 def compile_graph(model: torch.nn.Module, mode: str) -> None:
     """Compiles the model as one graph, in place, which keeps `_orig_mod.` out of the parameters' names; `mode`
     max-autotune tunes the kernels, any other does not."""
-    if torch.are_deterministic_algorithms_enabled():
-        import torch._inductor.config as inductor
+    import torch._inductor.config as inductor
 
-        if hasattr(inductor, "deterministic"):  # torch 2.9 does not have it
-            inductor.deterministic = True  # otherwise sums depend on which variant of a kernel was the fastest
+    if torch.are_deterministic_algorithms_enabled() and hasattr(inductor, "deterministic"):  # not in torch 2.9
+        inductor.deterministic = True  # otherwise sums depend on which variant of a kernel was the fastest
+    if mode == "max-autotune":  # fifteen lines for each product, and a traceback for a candidate that does not fit
+        inductor.autotune_num_choices_displayed = 0
+        logging.getLogger("torch._inductor.select_algorithm").setLevel(logging.CRITICAL)
     # CUDA graphs would reserve the memory of a full step, and of one that fills a GPU they could save 4 %
     # (docs/performance.md), which was not tried.
     model.compile(dynamic=False, mode="max-autotune-no-cudagraphs" if mode == "max-autotune" else "default")

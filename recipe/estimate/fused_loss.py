@@ -45,9 +45,13 @@ def fused_loss(config: Config, strategy: Strategy) -> tuple[Config, str]:
         line = f"loss       {'' if fused else 'not '}fused, as in the run's newest checkpoint"
         return config.replace(fused_loss=fused), line
     result, problem = _try_kernel(config, strategy)
-    if processes.anywhere(bool(problem)):
-        reason = problem or "the kernel fails on another process"
-        return config.replace(fused_loss=False), f"loss       not fused: {reason}"
+    reasons = [
+        reason if rank == 0 else f"process {rank}: {reason}"
+        for rank, reason in enumerate(processes.gather_objects(problem))
+        if reason
+    ]
+    if reasons:
+        return config.replace(fused_loss=False), f"loss       not fused: {reasons[0]}"
     return config.replace(fused_loss=True), f"loss       fused kernel, checked on this device: {result}"
 
 

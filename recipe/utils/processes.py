@@ -56,6 +56,13 @@ class Processes:
             torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, group=self.cpu_group)
         return bool(flag)
 
+    def gather_objects(self, value) -> list:
+        """The `value` (any small picklable object) of each process, by rank."""
+        values = [value] * self.world_size
+        if self.cpu_group is not None:
+            torch.distributed.all_gather_object(values, value, group=self.cpu_group)
+        return values
+
     def broadcast_object(self, value):
         """The main process's `value` (any small picklable object) on every process."""
         values = [value]
