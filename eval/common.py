@@ -44,8 +44,10 @@ class Loaded:
         return getattr(self.model.config, "max_position_embeddings", None) or DEFAULT_POSITIONS
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of plain text: no special tokens added, and a literal "<|endoftext|>" is read as text."""
-        return self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True, verbose=False)
+        """Token ids of text, as in training: no special tokens added, those in the text recognized, but a literal
+        end-of-text is read as text (and with it the others of that text)."""
+        has_end = bool(self.tokenizer.eos_token) and self.tokenizer.eos_token in text
+        return self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=has_end, verbose=False)
 
     def describe(self) -> dict[str, str | None]:
         """The fields that every result records about its model."""

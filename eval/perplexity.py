@@ -85,21 +85,21 @@ def check_tokens(data: str, loaded: common.Loaded, windows: np.ndarray) -> None:
 
 
 def byte_lengths(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
-    """Bytes of text that each token id stands for, int64 (V,); 0 for special tokens.
+    """Bytes of text that each token id stands for, int64 (V,); 0 for end-of-text.
 
     A byte-level BPE writes each byte as one character of a 256-letter alphabet (Radford et al. 2019, section 2.2), so
-    a token's length in characters is its length in bytes; added tokens, such as runs of spaces, are plain text. Raises
+    a token's length in characters is its length in bytes; added tokens, such as runs of spaces, are their text. Raises
     UserError for other tokenizers.
     """
-    vocab, special_ids = tokenizer.get_vocab(), set(tokenizer.all_special_ids)
+    vocab = tokenizer.get_vocab()
     added_tokens = tokenizer.added_tokens_decoder
-    tokens_by_id = {i: token for token, i in vocab.items() if i not in special_ids and i not in added_tokens}
+    tokens_by_id = {i: token for token, i in vocab.items() if i not in added_tokens}
     if not set("".join(tokens_by_id.values())) <= set(ByteLevel.alphabet()):
         raise common.UserError("bits per byte need a byte-level BPE such as GPT-2's; this model's is not one")
     lengths = np.zeros(max(vocab.values()) + 1, np.int64)
     for i, token in tokens_by_id.items():
         lengths[i] = len(token)
-    for i in added_tokens.keys() - special_ids:
+    for i in added_tokens.keys() - {tokenizer.eos_token_id}:
         lengths[i] = len(str(added_tokens[i]).encode())
     return lengths
 

@@ -14,7 +14,7 @@ from recipe.checkpoint.format import Checkpoint, load_checkpoint, newest_state
 from recipe.checkpoint.manager import CheckpointManager
 from recipe.checkpoint.provenance import code_sha256
 from recipe.checkpoint.run_dir import check_same_run, continue_from, run_directory, set_aside
-from recipe.config import UNDECIDED, BatchPlan, Config, data_sets, entries_in, hyperparameters
+from recipe.config import DEFAULTS, UNDECIDED, BatchPlan, Config, data_sets, entries_in, hyperparameters
 from recipe.config.catalog import is_text
 from recipe.config.parse import check
 from recipe.data.dataset import check_same_data
@@ -201,18 +201,14 @@ def _check_finished_run(config: Config, state: dict) -> None:
     text also its files, by size and checksum or time. Prepares and streams nothing."""
     trained_name, entries = state["config"]["dataset_name"], data_sets(config.data)
     way_out = "choose another run_name, or start over with --fresh"
-    saved_config, flat = state["config"], config.flat()
+    saved_config, flat = DEFAULTS | state["config"], redacted(config.flat())
     # More steps would continue it, fewer it has taken; the micro-batch changes nothing but rounding.
     names = {*hyperparameters(flat)} - {"max_steps", "micro_batch_size"}
-    if changes := [
-        f"{n} {saved_config[n]!r}, not {flat[n]!r}"
-        for n in sorted(names & {*saved_config})
-        if saved_config[n] != flat[n]
-    ]:
+    if changes := [f"{n} {saved_config[n]!r}, not {flat[n]!r}" for n in sorted(names) if saved_config[n] != flat[n]]:
         raise UserError(
             f"the run in {config.run.output_dir} is complete, but was trained with {', '.join(changes)}; {way_out}"
         )
-    if trained_name == redacted(config.flat())["dataset_name"]:
+    if trained_name == flat["dataset_name"]:
         for entry, source in zip(entries, entries_in(state["about"][-1]["data"]), strict=True):
             if (trained_files := source.get("files")) and is_text(entry.data.train_text):
                 files = redacted(open_text(entry.data).identity())["files"]

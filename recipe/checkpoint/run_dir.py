@@ -22,7 +22,7 @@ from recipe.checkpoint.format import (
     sweep,
     verify,
 )
-from recipe.config import FIELDS, UNDECIDED, ModelConfig, OptimizerConfig, counts_in
+from recipe.config import DEFAULTS, UNDECIDED, ModelConfig, OptimizerConfig, counts_in
 from recipe.data.tokenizer import GPT2Tokenizer
 from recipe.optim.schedule import lr_at
 from recipe.utils.errors import UserError, writing
@@ -118,8 +118,10 @@ def continue_from(run_dir: Path, config: dict, *, locked: bool = False) -> Path 
 
 # Fields that identify a run: with another value, the same step would mean other weights or other data. The path of the
 # data is not one of them: shards, which their checksums identify, may move or be streamed instead.
-_MODEL = (field.name for field in dataclasses.fields(ModelConfig) if field.name not in ("dropout", "init_from"))
-_IDENTITY = (*_MODEL, "sequence_length", "total_batch_tokens", "seed", "optim")
+_IDENTITY = (
+    *(field.name for field in dataclasses.fields(ModelConfig) if field.name not in ("dropout", "init_from")),
+    *("sequence_length", "total_batch_tokens", "seed", "optim"),
+)
 # Fields that a resumed run may change without a note: they affect no number.
 HARMLESS = {"config", "output_dir", "run_name", "fresh", "max_hours", "price_per_hour", "dry_run"}
 
@@ -132,7 +134,7 @@ def check_same_run(state: dict, config: dict, tokenizer: GPT2Tokenizer, run_dir:
     """
     way_out = "choose another run_name (or output_dir), or start over with --fresh"
     # A field that an older version did not have had its default.
-    saved_config = {name: field.default for name, field in FIELDS.items()} | state["config"]
+    saved_config = DEFAULTS | state["config"]
     saved_tokenizer = state["tokenizer"]
     changes = {
         k: f"{k} {saved_config[k]!r} -> {v!r}" for k, v in config.items() if k in saved_config and saved_config[k] != v

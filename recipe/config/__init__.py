@@ -3,6 +3,7 @@
 from recipe.config.batch import BatchPlan, Due, batch_arithmetic, due_at
 from recipe.config.fields import (
     AUTO,
+    DEFAULTS,
     FIELDS,
     MIXTURE_PERIOD,
     ROOT,

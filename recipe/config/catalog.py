@@ -78,9 +78,9 @@ def text_suffix(path: Path) -> str:
 
 def text_files(name: str) -> tuple[list[Path], list[Path]]:
     """The text files of a path, sorted, and the paths below a directory that are not read: files with other suffixes,
-    links to directories, runs, and beside a training split the other splits. A file that is named, or matched by a
-    glob, is text, unless it holds tokens. Hidden files, the data set's description, and directories of shards are in
-    neither list. Raises UserError for a directory that cannot be read, or that Datasets' save_to_disk wrote."""
+    links to directories, and runs. A file that is named, or matched by a glob, is text, unless it holds tokens. Hidden
+    files, the data set's description, and directories of shards are in neither list. Raises UserError for a directory
+    that cannot be read, or that Datasets' save_to_disk wrote."""
     directory = Path(name)
     if not directory.is_dir():  # tests for a file first: its name may contain a bracket
         paths = [directory] if directory.is_file() else [*map(Path, glob.glob(name, recursive=True))]
@@ -94,10 +94,9 @@ def text_files(name: str) -> tuple[list[Path], list[Path]]:
         if LOCK in names:  # shards made here, such as data/NAME in data/
             directories.clear()
             continue
-        if {"state.json", "dataset_dict.json"} & {*names} and any(Path(parent).rglob("*.arrow")):
-            way_out = (
-                "convert it with Datasets: load_from_disk(DIRECTORY), of one split, and to_parquet('FILE.parquet')"
-            )
+        if {"state.json", "dataset_info.json"} <= {*names}:
+            way_out = "convert it with Datasets, load_from_disk(DIRECTORY).to_parquet('FILE.parquet'), or name other "
+            way_out += "text by a quoted glob"
             raise UserError(f"{parent}: written by save_to_disk, whose files only Datasets reads; {way_out}")
         if "metrics.jsonl" in names:  # probably a run
             directories.clear()
@@ -110,15 +109,14 @@ def text_files(name: str) -> tuple[list[Path], list[Path]]:
         paths += [Path(parent, name) for name in (*visible_names, *directories)]
     files = sorted((path for path in paths if _is_file(path) or path.is_symlink()), key=str)
     is_read = {path: bool(text_suffix(path)) and not path.is_dir() for path in files}
-    splits = {path: path.relative_to(directory).as_posix() for path in files if is_read[path]}
-    if any(map(_TRAIN.search, splits.values())):
-        is_read |= {path: not is_held_out(name) for path, name in splits.items()}
     return [path for path in files if is_read[path]], [path for path in files if not is_read[path]] + runs
 
 
-def is_held_out(name: str) -> bool:
-    """Whether a file's path within its data set names a split, but not the training split."""
-    return bool(_HELD_OUT.search(name) and not _TRAIN.search(name))
+def held_out(names: list[str]) -> list[str]:
+    """Those paths of files, relative to their data set, that name a split beside a training split."""
+    if not any(map(_TRAIN.search, names)):
+        return []
+    return [name for name in names if _HELD_OUT.search(name) and not _TRAIN.search(name)]
 
 
 def _refuse(error: OSError) -> None:

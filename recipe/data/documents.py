@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from recipe.config.catalog import PACKED, TEXT_SUFFIXES, endings, text_files, text_suffix
+from recipe.config.catalog import PACKED, TEXT_SUFFIXES, endings, held_out, text_files, text_suffix
 from recipe.data.shards import DTYPE, Manifest
 from recipe.data.tokenizer import GPT2Tokenizer
 from recipe.utils.errors import UserError, reading
@@ -184,14 +184,15 @@ class TextFiles:
         return {}
 
     def pin(self, manifest: Manifest) -> None:
-        """Logs which files of a directory are skipped; there is no commit to pin."""
-        splits = [path.name for path in self._skipped if text_suffix(path) and path.is_file()]
-        if splits:
-            names = ", ".join(splits[:4] + ["..."] * (len(splits) > 4))
-            logger.info("data       %s beside the training split skipped: %s", plural(len(splits), "file"), names)
-        if skipped := [path for path in self._skipped if path.name not in splits]:
+        """Logs which files of a directory are skipped, and which look like other splits; there is no commit to pin."""
+        if skipped := self._skipped:
             kinds = f"{endings(skipped)} ({', '.join(TEXT_SUFFIXES)} are read)"
             logger.info("data       %s skipped: %s", plural(len(skipped), "file"), kinds)
+        if Path(self._name).is_dir() and (splits := held_out([os.path.relpath(p, self._name) for p in self.paths])):
+            message = (
+                "data       %s, beside a training split, is trained on, too; a quoted glob can name that split alone"
+            )
+            logger.warning(message, f"{splits[0]} and {len(splits) - 1} more" if splits[1:] else splits[0])
 
     def has_documents(self, count: int) -> bool:
         """Whether there are `count` files, or else `count` documents in about the first 2^30 bytes."""

@@ -201,7 +201,7 @@ def check_tokenizer(name: str, shards: list[Shard], tokenizer: GPT2Tokenizer) ->
                 "of characters; train on the text itself, with GPT-2's tokenizer or your own (docs/data.md)"
             )
         if tokenizer.digest == GPT2 and largest < _USUAL_MAXIMUM:
-            logger.warning("data       %s; if they are not GPT-2's, name their --tokenizer", problem)
+            logger.warning("data       %s, and GPT-2's text usually has larger ones: is --tokenizer theirs?", problem)
 
 
 def not_in_vocabulary(path: Path, token: int, vocab_size: int) -> UserError:

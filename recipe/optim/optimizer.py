@@ -82,12 +82,12 @@ def _is_matrix(name: str) -> bool:
 
 def named_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """The optimizer state as `<state>.<parameter>`, such as exp_avg.transformer.wte.weight or, for Muon,
-    momentum.transformer.h.0.mlp.c_fc.weight: all tensors of their parameter's shape. Empty before the first step."""
+    momentum.transformer.h.0.mlp.c_fc.weight: all its tensors but `step`. Empty before the first step."""
     return {
         f"{key}.{name}": value
         for name, p in model.named_parameters()
         for key, value in optimizer.state.get(p, {}).items()
-        if torch.is_tensor(value) and value.shape == p.shape
+        if torch.is_tensor(value) and key != "step"
     }
 
 
@@ -99,7 +99,7 @@ def load_named_state(
         return
     # A fused or capturable AdamW keeps its step on the parameter's device.
     on_device = any(optimizer.param_groups[0].get(option) for option in ("fused", "capturable"))
-    saved_states = defaultdict(dict)
+    names, saved_states = state_names(model, optimizer), defaultdict(dict)
     for key, tensor in tensors.items():
         kind, _, name = key.partition(".")
         saved_states[name][kind] = tensor
@@ -107,7 +107,7 @@ def load_named_state(
         saved = saved_states[name]
         # FSDP's shards are copies already.
         state = {k: v.to(p.device, p.dtype, copy=not hasattr(v, "to_local")) for k, v in saved.items()}
-        if MUON[0] not in saved:
+        if names[name] != MUON:
             step = torch.tensor(float(steps), dtype=torch.float32, device=p.device if on_device else "cpu")
             state = {"step": step} | state
         optimizer.state[p] = state

@@ -13,9 +13,11 @@ import pytest
 from eval.curves import read_run
 from recipe.config import DataConfig, batch_arithmetic, parse_config
 from recipe.config.catalog import is_text, text_files
+from recipe.data.documents import Column, TextFiles
 from recipe.data.open import open_datasets
 from recipe.data.prepare import must_prepare, prepare
-from recipe.data.tokenizer import encode
+from recipe.data.shards import Manifest
+from recipe.data.tokenizer import encode, open_tokenizer
 from recipe.utils.errors import UserError
 from recipe.utils.processes import Processes
 from tests.conftest import flags, ok, refused, run_train
@@ -276,28 +278,34 @@ def test_tokens_that_may_be_of_a_smaller_vocabulary_are_a_warning(workdir, caplo
         for split in ("train", "val"):
             rng.integers(0, vocab_size, 200_000).astype(np.uint16).tofile(workdir / f"{split}.bin")
         opened("--dataset_name=.")
-        warning = "train.bin: no token of its first 200,000 is above 31,999; if they are not GPT-2's, name"
+        warning = "train.bin: no token of its first 200,000 is above 31,999, and GPT-2's text usually"
         assert (warning in caplog.text) == is_warning
         caplog.clear()
 
 
-def test_the_other_splits_beside_a_training_split_are_not_trained_on(tmp_path):
-    """As load_dataset reads a directory; a glob reads all that it matches, and names like these alone are text."""
-    held_out = [
-        "data/test-00000-of-00001.parquet",
-        "data/validation-00000-of-00001.parquet",
-        "dev/a.txt",
-        "wiki.valid.txt",
-    ]
-    training = ["contest-notes.txt", "data/train-00000-of-00001.parquet", "train/test.txt", "wiki.train.txt"]
-    for name in [*held_out, *training]:
+@pytest.mark.parametrize(
+    ("names", "warning"),
+    [
+        (["data/test-00000-of-00001.parquet", "data/train-00000-of-00001.parquet"], "data/test-00000-of-00001.parquet"),
+        (["Dev/a.txt", "TRAIN/test.txt"], "Dev/a.txt"),
+        (["wiki.test.txt", "wiki.train.txt", "wiki.valid.txt"], "wiki.test.txt and 1 more"),
+        (["test.txt", "notes.txt", "contest-2.txt"], ""),
+    ],
+)
+def test_splits_beside_a_training_split_are_a_warning(tmp_path, caplog, names, warning):
+    """They are text as well, and a name alone does not say what it is; a glob says what its writer wants."""
+    for name in names:
         (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(TEXT)
-    texts, others = text_files(str(tmp_path))
-    assert texts == [tmp_path / name for name in training]
-    assert others == [tmp_path / name for name in held_out]
-    assert tmp_path / "wiki.valid.txt" in text_files(f"{tmp_path}/*")[0]
-    assert text_files(f"{tmp_path}/dev") == ([tmp_path / "dev" / "a.txt"], [])
+        (tmp_path / name).touch()
+    for path in (tmp_path, tmp_path / "**/*.*"):
+        text = TextFiles(str(path), Column("text", open_tokenizer("gpt2")))
+        text.pin(Manifest({}, {}))
+        assert len(text.paths) == len(names)
+        expected = [f"data       {warning}, beside a training split, is trained on, too; "] if warning else []
+        assert [message.partition("a quoted")[0] for message in caplog.messages] == (
+            expected if path == tmp_path else []
+        )
+        caplog.clear()
 
 
 @pytest.mark.parametrize("split", ["", "train"])
@@ -307,7 +315,7 @@ def test_what_save_to_disk_wrote_is_refused_with_the_way_out(tmp_path, split):
     saved = datasets.DatasetDict({split: dataset}) if split else dataset
     saved.save_to_disk(str(tmp_path / "saved"))
     with pytest.raises(
-        UserError, match=r"saved: written by save_to_disk, .*: load_from_disk\(DIRECTORY\), of one split"
+        UserError, match=r"saved.*: written by save_to_disk, .*, load_from_disk\(DIRECTORY\)\.to_parquet"
     ):
         parse_config([f"--dataset_name={tmp_path / 'saved'}"])
 

@@ -10,6 +10,7 @@ import subprocess
 
 import numpy as np
 import pytest
+import torch
 from huggingface_hub import ModelCard
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, PreTrainedTokenizerFast
@@ -107,6 +108,9 @@ def test_its_special_tokens_in_a_text_are_the_ids_that_a_prompt_has(tmp_path):
     assert ids[0] == hf_tokenizer.convert_tokens_to_ids("<|user|>") >= VOCABULARY
     assert tokenizer.decode(ids.tolist()).decode() == chat
     assert tokenizer.end_of_text not in tokenizer.encode([f"<|user|>{END}"])[0]
+    loaded = common.Loaded("own", None, torch.nn.Identity(), hf_tokenizer)
+    assert loaded.encode(chat) == ids.tolist()
+    assert byte_lengths(hf_tokenizer)[ids].sum() == len(chat)
 
 
 def test_transformers_loads_model_and_tokenizer_from_the_checkpoint(trained_run):

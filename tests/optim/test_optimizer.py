@@ -97,7 +97,12 @@ def test_the_gradient_norm_of_an_embedding_is_exact():
 
 @pytest.mark.parametrize(
     ("optimizer_class", "options"),
-    [(torch.optim.Adamax, {}), (torch.optim.AdamW, {"amsgrad": True}), (torch.optim.Adagrad, {})],
+    [
+        (torch.optim.Adamax, {}),
+        (torch.optim.AdamW, {"amsgrad": True}),
+        (torch.optim.Adagrad, {}),
+        (torch.optim.NAdam, {}),
+    ],
 )
 def test_the_state_of_any_optimizer_resumes_with_its_step(optimizer_class, options):
     models = [tiny_model(), tiny_model()]
