@@ -189,7 +189,7 @@ def is_complete(config: Config, processes: Processes, checkpoint: Checkpoint | N
     is_evaluated = checkpoint.step in val_losses(Path(config.run.output_dir))
     complete = checkpoint.step > config.optimizer.max_steps or processes.broadcast_object(is_evaluated)
     if complete:
-        with processes.shared_error("the data cannot be read"):
+        with processes.shared_error("the complete run differs"):
             _check_finished_run(config, checkpoint.state)
         logger.info(_COMPLETE, checkpoint.path)
     return complete

@@ -331,7 +331,7 @@ def sum_(config: Config, strategy: Strategy) -> Finding | None:
         return None
     numbers = torch.arange(2**24, device=strategy.device.torch_device, dtype=torch.float32) % 1024  # sums are exact
     total = processes.sum(numbers * (processes.rank + 1))
-    correct = strategy.runtime.processes.gather_objects(bool(torch.equal(total, numbers * (n * (n + 1) // 2))))
+    correct = processes.gather_objects(bool(torch.equal(total, numbers * (n * (n + 1) // 2))))
     if ranks := ", ".join(str(rank) for rank, is_correct in enumerate(correct) if not is_correct):
         raise UserError(f"wrong on process {ranks}: its link or its memory is broken")
     rate = 2 * (n - 1) / n * numbers.nbytes / hardware.seconds_of(partial(processes.sum, numbers))

@@ -90,6 +90,8 @@ def test_an_unknown_name_is_refused_with_a_suggestion(recipe):
     for argument in ("--learning_rat=secret", recipe("dataset_name: x\nlearning_rat: secret")):
         message = refused(argument)
         assert re.search(r"unknown (key )?'(--)?learning_rat'; did you mean 'learning_rate'\?$", message)
+    assert hint("learning_rate_decay_frac", FIELDS).startswith("; docs/migrating.md has the name of ")
+    assert refused("--init_from=resume") == "init_from resume: omit it; the same command starts a run and resumes it"
     assert refused("--my_rate=1").endswith("; see --help, or docs/migrating.md for the names in other programs")
 
 

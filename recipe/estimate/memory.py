@@ -163,7 +163,7 @@ def _logits_bytes(config: Config, n: int, precision: str, compiled: bool) -> int
     V, D, fused = config.model.vocab_size, config.model.n_embd, config.run.fused_loss is True
     w = 2 if precision in ("bf16", "fp16") else 4  # bytes a number
     chunk = min(config.run.loss_chunk_size or (FP16_CHUNK if fused and precision == "fp16" else n), n)
-    if chunk < n or config.run.loss_chunk_size:  # a chunk's softmax and the last chunk's; the head's gradient
+    if chunk < n or config.run.loss_chunk_size:  # a chunk's softmax, the previous one's; the head's gradient
         softmax = 0 if fused else 8 if chunk < n else 4
         return chunk * V * (softmax + 2 * w) + 4 * V * D + w * V * D
     if compiled or fused:

@@ -206,8 +206,8 @@ def summarize(config: Config, metrics: Metrics, val_loss: float | None, saved: b
     run_dir = Path(config.run.output_dir)
     if not saved:
         logger.warning(
-            "NOT SAVED  the last checkpoint could not be written into %s, for the reason above; without it the same "
-            "command, without --fresh, continues from the checkpoint before, if there is one",
+            "NOT SAVED  the last checkpoint could not be written into %s, for the reason above; once that is mended, "
+            "the same command, without --fresh, continues from the checkpoint before it, if there is one",
             run_dir,
         )
         return ExitCode.NOT_SAVED

@@ -21,7 +21,7 @@ from recipe.data.tokenizer import encode, open_tokenizer
 from recipe.utils.errors import UserError
 from recipe.utils.processes import Processes
 from tests.conftest import flags, ok, refused, run_train
-from tests.data import DOCUMENTS, TEXT, data_of, tokens_in, tokens_of, write_jsonl
+from tests.data import DOCUMENTS, TEXT, data_of, tokens_in, tokens_of, write_jsonl, write_shard
 
 SMALL = flags(n_layer=1, n_head=1, n_embd=8, n_positions=32, sequence_length=32)
 SMALL += flags(total_batch_tokens=64, micro_batch_size=2, max_steps=2, warmup_steps=0, eval_tokens=64)
@@ -281,6 +281,13 @@ def test_tokens_that_may_be_of_a_smaller_vocabulary_are_a_warning(workdir, caplo
         warning = "train.bin: no token of its first 200,000 is above 31,999, and GPT-2's text usually"
         assert (warning in caplog.text) == is_warning
         caplog.clear()
+
+
+def test_tokens_beyond_the_vocabulary_are_refused_before_the_run(workdir):
+    for split in ("train", "val"):
+        write_shard(workdir / f"{split}_0.bin", np.full(200_000, 60_000))
+    with pytest.raises(UserError, match=r"train_0\.bin: holds token 60000, but GPT-2's vocabulary ends at 50256"):
+        opened("--dataset_name=.")
 
 
 @pytest.mark.parametrize(

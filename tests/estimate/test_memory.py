@@ -69,6 +69,9 @@ def test_the_fused_loss_in_fp16_holds_a_chunk_of_logits():
         )
     )
     assert chunks < all_logits - 1e9
+    unfused = parse_config(["--config=gpt2", "--micro_batch_size=32", "--fused_loss=false"])
+    halves = (step_memory(unfused, batch_arithmetic(unfused, 1), precision=p, compiled=True) for p in ("fp16", "bf16"))
+    assert next(halves).loss == next(halves).loss
 
 
 XL = ("--config=gpt2-xl", "--micro_batch_size=1", "--hellaswag_steps=0", "--sample_steps=0")
