@@ -21,6 +21,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -57,7 +58,7 @@ logger = logging.getLogger("recipe.best")
 
 OWN_TOKENIZER_BELOW = 1e17  # FLOPs of a run in which the head for GPT-2's 50,257 tokens would take most of the time
 SPEED_STEPS, SPEED_RUNS = 20, 3  # steps that measure a speed, and how many speeds are measured at most
-MIN_COMPILED_S = 900  # seconds of a run from which sizes are compiled before they are timed
+MIN_TIMED_COMPILED_S = 900  # seconds of a compiled run from which sizes are compiled before they are timed
 TRIAL_SHARES, MAX_TRIAL_S = (0.02, 0.12), 300  # of the time, so far apart that they show how the text is learned
 EARLY_END = 0.8  # of the time: a run that has taken all useful epochs by then stops there; others fill the time
 MIN_TIME_S, MIN_LEFT_S = 90, 5  # of the time given, and of what the search leaves of it
@@ -203,13 +204,17 @@ def search(
 ) -> tuple[Fields, Forecast]:
     """The recipe of the best run in so many seconds, of which the search takes its share, and its forecast, which it
     logs. A collective call. Raises UserError, and KeyboardInterrupt if it was stopped."""
-    strategy, started = forecaster.strategy, psutil.Process().create_time()
-    torch_compile = strategy.device.type == "cuda" or seconds > 3600
-    overhead = 0.0 if request.device else try_sizes(forecaster, seconds, flags, torch_compile)
-    if request.tokens:
-        seconds = forecaster.seconds_for(request.tokens)
-    else:
-        seconds = strategy.runtime.processes.broadcast_object(seconds - (time.time() - started + overhead))
+    strategy, started, total = forecaster.strategy, psutil.Process().create_time(), seconds
+
+    def left() -> float:  # a collective call
+        if request.tokens:
+            return forecaster.seconds_for(request.tokens)
+        return strategy.runtime.processes.broadcast_object(total - (time.time() - started))
+
+    overhead = 0.0 if request.device else try_sizes(forecaster, left, flags)
+    seconds = left()
+    if not request.tokens:
+        seconds -= overhead
         if seconds < MIN_LEFT_S:
             raise UserError("the search has used up the time; give more --hours")
     best = forecaster.best(seconds)
@@ -223,7 +228,7 @@ def search(
             logger.info("time       about %s of the %s that are left", duration(training_s), duration(seconds))
     else:
         fields["train_hours"] = round(seconds / 3600, 4), "the remaining time; the clock starts the decay"
-    fields["torch_compile"] = torch_compile, "pays in a long run"
+    fields["torch_compile"] = seconds > min_compiled_seconds(strategy), "pays in a long run"
     return fields | {name: (config.flat()[name], "as given") for name in sorted(request.given)}, best
 
 
@@ -268,22 +273,36 @@ def read_text(request: argparse.Namespace, config: Config, strategy: Strategy) -
     return Forecaster(strategy, text, vocab_size), seconds
 
 
-def try_sizes(forecaster: Forecaster, seconds: float, flags: list[str], torch_compile: bool) -> float:
-    """Measures the speed of the best run, which may make another size or batch the best, until that is measured or
-    three are; then the loss of the best, in two trials. Returns the seconds that the second trial took in addition
-    to its training. A collective call."""
-    measured, trials_s = set(), trial_seconds(seconds)
-    seconds -= sum(trials_s)  # which may make a smaller size the best
-    for _ in range(SPEED_RUNS):
-        best = forecaster.best(seconds)
-        best_run = best.size, forecaster.recipe(best.size, best.tokens)["total_batch_tokens"][0]
-        if best_run not in measured:
-            measured.add(best_run)
-            measure_speed(forecaster, best, flags, torch_compile and seconds > MIN_COMPILED_S)
-    best, overhead = forecaster.best(seconds), 0.0
+def try_sizes(forecaster: Forecaster, left: Callable[[], float], flags: list[str]) -> float:
+    """Measures the speed of the run that is the best for the time that is `left()`, then the loss of its size in two
+    trials, and, if with these another run is the best, that one's speed too. Returns the seconds that the second trial
+    took in addition to its training. A collective call."""
+    compiled_s = min_compiled_seconds(forecaster.strategy)
+    measured: set[tuple[Size, int]] = set()
+
+    def measure_speeds(reserve: float) -> None:
+        for _ in range(SPEED_RUNS):  # a measured speed may make another size or batch the best
+            seconds = max(MIN_LEFT_S, left() - reserve)
+            best = forecaster.best(seconds)
+            run = best.size, forecaster.recipe(best.size, best.tokens)["total_batch_tokens"][0]
+            if run in measured:
+                return
+            measured.add(run)
+            measure_speed(forecaster, best, flags, seconds > max(MIN_TIMED_COMPILED_S, compiled_s))
+
+    trials_s, overhead = trial_seconds(left()), 0.0
+    measure_speeds(sum(trials_s))  # without the trials' time, which may make a smaller size the best
+    best = forecaster.best(max(MIN_LEFT_S, left() - sum(trials_s)))
     for trial_s in trials_s:
         overhead = measure_loss(forecaster, best, trial_s, flags)
+    measure_speeds(overhead)
     return overhead
+
+
+def min_compiled_seconds(strategy: Strategy) -> float:
+    """Seconds of a run from which compiling it pays: on an H200 that took half a minute and made it a fifth faster
+    (docs/log.md)."""
+    return 300 if strategy.device.type == "cuda" else 3600
 
 
 def trial_seconds(seconds: float) -> list[float]:
