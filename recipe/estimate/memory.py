@@ -68,15 +68,16 @@ def _muon_parameters(config: Config) -> int:
 def update_bytes(config: Config, world_size: int = 1, precision: str = "bf16") -> int:
     """Temporary bytes of the optimizer's update, on top of `state_bytes`: none for AdamW; for Muon those of the
     matrices that it orthogonalizes at once."""
-    D, peak = config.model.n_embd, 0  # elements
+    D, peak, size = config.model.n_embd, 0, 2 if precision == "bf16" else 4
     if not _muon_parameters(config):
         return 0
     for cols, count in ((D, 4 * config.model.n_layer), (4 * D, 2 * config.model.n_layer)):
         share = share_of(count, D * cols, world_size)
         iteration = share * (3 * D * cols + 2 * D * D)  # the input, X before and after, X X^T and its polynomial
         gather = share * (world_size + 1) * D * cols if world_size > 1 else 0
-        peak = max(peak, iteration, gather)
-    return (2 if precision == "bf16" else 4) * peak
+        update = 3 * share * world_size * D * cols  # in fp32: the matrices' updates, in the parameters' layout, weights
+        peak = max(peak, size * iteration, size * gather, 4 * update)
+    return peak
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ matrices side by side: each is orthogonalized separately.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -44,6 +44,12 @@ class _LocalParam:
             values = unsharded
         return values.view(self.fan_in, -1).chunk(self.count, 1)
 
+    def local_elements(self, matrices: torch.Tensor) -> torch.Tensor:
+        """The local elements, flat, of `matrices` (count, rows, cols), rows <= cols."""
+        if self.fan_in >= self.fan_out:
+            matrices = matrices.mT
+        return matrices.transpose(0, 1).reshape(-1)[self.start : self.start + len(self.weight)]
+
 
 class Muon(torch.optim.AdamW):
     """AdamW that updates the parameter groups with "muon": True by Muon.
@@ -79,14 +85,16 @@ class Muon(torch.optim.AdamW):
 
     @torch.no_grad()
     def _step_matrices(self, groups: list[dict]) -> None:
-        params_by_size = defaultdict(list)  # (rows, cols), rows <= cols -> parameters with matrices of this size
+        # (momentum, rows, cols), rows <= cols -> parameters with this momentum and matrices of this size
+        params_by_size = defaultdict(list)
         for param in (param for group in groups for param in self._local_params(group)):
-            params_by_size[tuple(sorted((param.fan_in, param.fan_out)))].append(param)
-        for (rows, cols), params in params_by_size.items():
+            rows, cols = sorted((param.fan_in, param.fan_out))
+            params_by_size[param.group["momentum"], rows, cols].append(param)
+        for (momentum, rows, cols), params in params_by_size.items():
             num_matrices = sum(param.count for param in params)
             share = share_of(num_matrices, rows * cols, self._world_size)
             for bucket in _buckets(params, max_matrices=share * self._world_size):
-                self._step_bucket(bucket, rows, cols)
+                self._step_bucket(bucket, momentum, rows, cols)
 
     def _local_params(self, group: dict) -> Iterator[_LocalParam]:
         """This process's parts of the group's parameters."""
@@ -106,25 +114,28 @@ class Muon(torch.optim.AdamW):
                 start = min(self._rank * -(-fan_in // self._world_size), fan_in) * width if is_sharded else 0
                 yield _LocalParam(*local, fan_in, width // count, count, start, is_sharded, group)
 
-    def _step_bucket(self, bucket: list[_LocalParam], rows: int, cols: int) -> None:
-        """Updates parameters whose matrices are all rows x cols or cols x rows. A collective call."""
+    def _step_bucket(self, bucket: list[_LocalParam], momentum: float, rows: int, cols: int) -> None:
+        """Updates parameters whose matrices are all rows x cols or cols x rows. A collective call. What is done to each
+        of them is one kernel for all of them on a GPU, where those of a small model wait for being launched."""
         num_matrices = sum(param.count for param in bucket)
         share = -(-num_matrices // self._world_size)  # matrices per process, with padding if the count does not divide
         own_indices = range(self._rank * share, min((self._rank + 1) * share, num_matrices))
+        weights, grads, momenta = zip(*((param.weight, param.grad, param.momentum) for param in bucket), strict=True)
 
         # 1. Update the momentum of the local elements.
-        for param in bucket:
-            self._assign(param.momentum, param.momentum.lerp(param.grad, 1 - param.group["momentum"]))
+        self._assign(momenta, torch._foreach_lerp(momenta, grads, 1 - momentum))
+        look_ahead = torch._foreach_lerp(grads, momenta, momentum)  # Nesterov's
 
         # 2. Assemble this process's share of the matrices: (share, rows, cols). If they are sharded,
         # each process contributes its elements; otherwise every process has all of them, and nothing is sent.
         if bucket[0].is_sharded and self._world_size > 1:
-            packed = self._pack(bucket, range(num_matrices), (share * self._world_size, rows, cols))
+            packed = self._pack(bucket, look_ahead, range(num_matrices), (share * self._world_size, rows, cols))
             updates = packed.new_empty(share, rows, cols)
             dist.reduce_scatter_tensor(updates, packed)
-            del packed  # free all processes' matrices before the iteration allocates memory
+            del packed
         else:
-            updates = self._pack(bucket, own_indices, (share, rows, cols))
+            updates = self._pack(bucket, look_ahead, own_indices, (share, rows, cols))
+        del look_ahead  # like all processes' matrices, before the iteration allocates memory
 
         # 3. Orthogonalize the share.
         if own_indices:
@@ -137,36 +148,35 @@ class Muon(torch.optim.AdamW):
             updates = gathered
 
         # 5. Update the local elements of the weights.
-        param_updates = updates[:num_matrices].split([param.count for param in bucket])
-        for param, update in zip(bucket, param_updates, strict=True):
-            self._update_weight(param, update)
+        updates = updates[:num_matrices].to(weights[0]).split([param.count for param in bucket])
+        local = [param.local_elements(update) for param, update in zip(bucket, updates, strict=True)]
+        scales = [param.group["lr"] * max(1, param.fan_out / param.fan_in) ** 0.5 for param in bucket]
+        decays = [1 - param.group["lr"] * param.group["weight_decay"] for param in bucket]
+        torch._foreach_mul_(local, scales)
+        updated = torch._foreach_mul(weights, decays)
+        torch._foreach_sub_(updated, local)
+        self._assign(weights, updated)
 
-    def _pack(self, bucket: list[_LocalParam], indices: range, shape: tuple[int, int, int]) -> torch.Tensor:
-        """Nesterov's look-ahead of the bucket's matrices at `indices`, (len(indices) and padding, rows, cols); the
-        padding and other processes' elements are 0."""
-        packed, stop = bucket[0].weight.new_zeros(shape, dtype=self._dtype), 0
-        for param in bucket:
+    def _pack(
+        self, bucket: list[_LocalParam], values: Sequence[torch.Tensor], indices: range, shape: tuple[int, int, int]
+    ) -> torch.Tensor:
+        """The bucket's matrices at `indices`, (len(indices) and padding, rows, cols), from the `values` of the local
+        elements; the padding and other processes' elements are 0."""
+        packed, stop = values[0].new_zeros(shape, dtype=self._dtype), 0
+        for param, value in zip(bucket, values, strict=True):
             start, stop = stop, stop + param.count
             if any(i in indices for i in range(start, stop)):
-                look_ahead = param.grad.lerp(param.momentum, param.group["momentum"])
-                for i, matrix in enumerate(param.matrices(look_ahead), start):
+                for i, matrix in enumerate(param.matrices(value), start):
                     if i in indices:
                         packed[i - indices.start].copy_(matrix if param.fan_in < param.fan_out else matrix.mT)
         return packed
 
-    def _update_weight(self, param: _LocalParam, update: torch.Tensor) -> None:
-        """Moves the local elements of a parameter by its orthogonalized `update`, (num_matrices, rows, cols)."""
-        lr, fan_in, fan_out = param.group["lr"], param.fan_in, param.fan_out
-        unsharded = torch.cat([matrix if fan_in < fan_out else matrix.mT for matrix in update], 1).view(-1)
-        local = unsharded[param.start : param.start + len(param.weight)].to(param.weight)
-        weight = param.weight * (1 - lr * param.group["weight_decay"])
-        weight -= local * (lr * max(1, fan_out / fan_in) ** 0.5)
-        self._assign(param.weight, weight)
-
-    def _assign(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
-        """Copies `value` into `tensor`, unless the step is skipped."""
+    def _assign(self, tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+        """Copies `values` into `tensors`, unless the step is skipped."""
         skip = getattr(self, "found_inf", None)
-        tensor.copy_(value if skip is None else torch.where(skip > 0, tensor, value))
+        if skip is not None:
+            values = [torch.where(skip > 0, old, new) for old, new in zip(tensors, values, strict=True)]
+        torch._foreach_copy_(tensors, values)
 
 
 def _buckets(params: list[_LocalParam], max_matrices: int) -> Iterator[list[_LocalParam]]:

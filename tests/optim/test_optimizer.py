@@ -14,9 +14,9 @@ from tests.conftest import EQUAL, by_step, flags, launch, ok, train
 from tests.engine import cpu_strategy
 
 
-def tiny_model(seed: int = 0) -> GPT2LMHeadModel:
+def tiny_model(seed: int = 0, n_layer: int = 2) -> GPT2LMHeadModel:
     """Always the same weights, with random gradients."""
-    sizes = {"n_layer": 2, "n_embd": 16, "n_head": 2, "n_positions": 8, "vocab_size": 20}
+    sizes = {"n_layer": n_layer, "n_embd": 16, "n_head": 2, "n_positions": 8, "vocab_size": 20}
     model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=None, eos_token_id=None))
     generator = torch.Generator().manual_seed(seed)
     for p in model.parameters():
