@@ -6,7 +6,7 @@ matrices side by side: each is orthogonalized separately.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +18,7 @@ NS_STEPS = 5
 # Matrix elements in a bucket, which is orthogonalized at once: all matrices together would take half as much memory
 # again as the weights, and this many (67 MB in bf16) keep a GPU busy.
 MAX_BUCKET_ELEMENTS = 2**25
+Tensors = tuple[torch.Tensor, ...] | list[torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -158,7 +159,7 @@ class Muon(torch.optim.AdamW):
         self._assign(weights, updated)
 
     def _pack(
-        self, bucket: list[_LocalParam], values: Sequence[torch.Tensor], indices: range, shape: tuple[int, int, int]
+        self, bucket: list[_LocalParam], values: Tensors, indices: range, shape: tuple[int, int, int]
     ) -> torch.Tensor:
         """The bucket's matrices at `indices`, (len(indices) and padding, rows, cols), from the `values` of the local
         elements; the padding and other processes' elements are 0."""
@@ -171,7 +172,7 @@ class Muon(torch.optim.AdamW):
                         packed[i - indices.start].copy_(matrix if param.fan_in < param.fan_out else matrix.mT)
         return packed
 
-    def _assign(self, tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    def _assign(self, tensors: Tensors, values: Tensors) -> None:
         """Copies `values` into `tensors`, unless the step is skipped."""
         skip = getattr(self, "found_inf", None)
         if skip is not None:

@@ -86,8 +86,8 @@ def test_what_a_process_sends_of_sharded_matrices_is_freed_before_it_orthogonali
 
 
 def test_a_block_adds_few_operators_to_a_step():
-    """Where a GPU waits for its launches, as with a small model, a step takes as long as these. It was 41 more with each
-    block. Views launch nothing."""
+    """Where a GPU waits for its launches, as with a small model, a step takes as long as these. It was 38 more with
+    each block. Views launch nothing."""
 
     class Count(TorchDispatchMode):
         total = 0
