@@ -226,7 +226,16 @@ def _problem_of(model: Any, tokenizer: Any, info: dict) -> str:
     n_embeddings, n_tokens = len(model.get_input_embeddings().weight), tokenizer.vocab_size  # without added tokens
     if n_tokens > n_embeddings:
         return f"it has {n_embeddings:,} embeddings, and its tokenizer {n_tokens:,} tokens"
+    if not _is_causal(model):
+        return "a token changes the predictions before it, so it is no causal language model (BERT is none)"
     return ""
+
+
+def _is_causal(model: Any) -> bool:
+    """Whether the predictions at the first of two positions are the same for another token at the second."""
+    with torch.inference_mode():
+        first, second = model.eval()(torch.tensor([[0, 0], [0, 1]]), use_cache=False).logits[:, 0].float()
+    return torch.allclose(first, second, rtol=1e-3, atol=1e-3 * float(first.abs().max()))
 
 
 def is_damaged(weight: torch.Tensor) -> bool:
@@ -346,6 +355,8 @@ def write_results(path: Path, key: str, value: dict) -> None:
             print(f"note: earlier scores in {path}, on other tasks or on more rows, are kept")
     elif not is_same_model:
         print(f"note: replacing the results of {previous['model']} in {path}")
+    elif previous:
+        print(f"note: replacing the earlier {key} in {path}")
     replace_file(path, (json.dumps(results | {key: value}, indent=2) + "\n").encode())
     print(f"wrote {path}")
     if (path.parent / "README.md").exists() and (path.parent / "config.json").exists():  # a model's card

@@ -37,6 +37,7 @@ def compare_means(metric: str, values: np.ndarray, other_values: np.ndarray) -> 
 
 def validation(args: argparse.Namespace, model: common.Loaded, other: common.Loaded) -> list[dict]:
     """The row for the validation loss; no row but a note if the tokenizers differ or the data are missing."""
+    is_explicit = args.data or args.sequence_length
     args.sequence_length = args.sequence_length or min(
         common.trainer_config(model.directory).get("sequence_length", 1024), model.n_positions, other.n_positions
     )
@@ -47,7 +48,7 @@ def validation(args: argparse.Namespace, model: common.Loaded, other: common.Loa
             raise common.UserError(f"--sequence_length {length}: must be from 2 to {limit} for the second model")
         windows, _ = perplexity.choose_windows(args, model)
     except common.UserError as error:
-        if args.data:
+        if is_explicit:
             raise
         print(f"note: no validation loss: {error}")
         return []

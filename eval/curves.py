@@ -100,10 +100,13 @@ class Run:
         """124M, 350M, 774M, 1558M; empty for other shapes."""
         return SIZES.get((self.config.get("n_layer"), self.config.get("n_embd")), "")
 
-    @property
-    def hellaswag_rows(self) -> int:
-        """How many rows each evaluation during training scores."""
-        return self.config.get("hellaswag_limit") or HELLASWAG_ROWS
+    def hellaswag(self, style: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(tokens, acc_norm, rows that it was measured on), float64 (n,) each, of the evaluations during training."""
+        tokens, accuracy = self.series(name := f"hellaswag_{style}_acc_norm")
+        # A resume may change hellaswag_limit, and an older version did not record the rows.
+        default = self.config.get("hellaswag_limit") or HELLASWAG_ROWS
+        rows = [record.get("hellaswag_rows") or default for record in self.records if _is_number(record.get(name))]
+        return tokens, accuracy, np.array(rows, dtype=float)
 
 
 def read_run(path: str | Path) -> Run:

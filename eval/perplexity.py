@@ -8,6 +8,7 @@ Shapes: N windows, T sequence_length, V vocabulary.
 
 import argparse
 import glob
+import hashlib
 import json
 import math
 import os
@@ -161,9 +162,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def scores_of(result: dict) -> list[dict]:
     """The result as scores for the model card."""
     n_windows, n_available = result["windows"], result["of_windows"]
+    digest = hashlib.sha256("".join(result["files"].values()).encode()).hexdigest()[:12]
     method = f"{result['tokens']:,} tokens in windows of {result['sequence_length']:,}, in {result['dtype']}"
     method += f", the first {n_windows:,} of {n_available:,} windows" if n_windows < n_available else ""
-    dataset = text_dataset(Path(result["data"]).name)
+    method += f", files {digest}"
+    dataset = text_dataset(Path(result["data"]).name, digest)
     metrics = {"loss": "loss, nats per token", "perplexity": "perplexity per token", "bits_per_byte": "bits per byte"}
     return [
         score(dataset, metric, result[metric[0]], method, complete=n_windows == n_available)

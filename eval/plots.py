@@ -131,10 +131,12 @@ def draw_training(panels: np.ndarray, runs: list[Run], _: list[Reference]) -> tu
 def draw_hellaswag(panels: np.ndarray, runs: list[Run], references: list[Reference]) -> tuple[str, str]:
     """acc_norm during training, one panel per scoring style, beside OpenAI's models of the runs' sizes (by default the
     smallest). Returns title and caption."""
+    counts: set[int] = set()
     for axes, style in zip(panels, STYLES, strict=True):
         for i, run in enumerate(runs):
-            x, accuracy = run.series(f"hellaswag_{style}_acc_norm")
-            half_width = np.array([ci95(p, run.hellaswag_rows) for p in accuracy])
+            x, accuracy, rows = run.hellaswag(style)
+            half_width = np.array([ci95(p, int(n)) for p, n in zip(accuracy, rows, strict=True)])
+            counts.update(rows.astype(int).tolist())
             color = COLORS[i % len(COLORS)]
             axes.plot(x, accuracy, "o-", label=run.name, gid=f"{i}-hellaswag", color=color)
             axes.fill_between(x, accuracy - half_width, accuracy + half_width, color=color, alpha=0.1)
@@ -153,8 +155,8 @@ def draw_hellaswag(panels: np.ndarray, runs: list[Run], references: list[Referen
         axes.set_title(STYLES[style])
         axes.set_ylabel("accuracy, normalized by length")
     _legend(panels[0])
-    caption = f"HellaSwag, acc_norm on {min(run.hellaswag_rows for run in runs):,} of {HELLASWAG_ROWS:,} validation "
-    caption += "rows, with 95 % intervals; OpenAI's models on all rows."
+    caption = f"HellaSwag, acc_norm on {' or '.join(f'{n:,}' for n in sorted(counts))} of {HELLASWAG_ROWS:,} "
+    caption += "validation rows, with 95 % intervals; OpenAI's models on all rows."
     caption += "".join(f" {STYLES[style]}: {SOURCES[style]}." for style in STYLES)
     return "HellaSwag against tokens", caption
 

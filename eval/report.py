@@ -93,8 +93,9 @@ def _four_digits(value: float) -> str:
 
 def _accuracy(run: Run, style: str) -> str:
     """The last accuracy measured during training, with its 95 % interval."""
-    p, rows = run.last(f"hellaswag_{style}_acc_norm"), run.hellaswag_rows
-    return f"{p:.4f} ± {ci95(p, rows):.4f} ({rows:,} rows)" if math.isfinite(p) else ""
+    *_, last = [(math.nan, 1), *zip(*run.hellaswag(style)[1:], strict=True)]
+    p, rows = last
+    return f"{p:.4f} ± {ci95(p, rows):.4f} ({rows:,.0f} rows)" if math.isfinite(p) else ""
 
 
 if __name__ == "__main__":

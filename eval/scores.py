@@ -19,10 +19,12 @@ def score(dataset: dict, metric: tuple[str, str], value: float, method: str, **f
     return {"task_type": "text-generation"} | dataset | metric_fields | {"ci95": None, "complete": True} | fields
 
 
-def text_dataset(name: str) -> dict:
-    """The data set of a score on local text or shards; `name` has no directories, which are private."""
+def text_dataset(name: str, digest: str = "") -> dict:
+    """The data set of a score on local text or shards; `name` has no directories, which are private, so a `digest` of
+    the files tells it from another text of that name."""
     # The name is also the config, since huggingface_hub groups scores by everything but the data set's name.
-    return {"dataset_type": "text", "dataset_name": name, "dataset_config": name}
+    config = f"{name}, SHA-256 {digest}" if digest else name
+    return {"dataset_type": "text", "dataset_name": name, "dataset_config": config}
 
 
 def hellaswag_scores(accuracies: dict[str, float | None], rows: int, method: str, when: str = "") -> list[dict]:
@@ -53,7 +55,8 @@ def merge_scores(previous: list[dict], new: list[dict]) -> list[dict]:
 
 
 def _identity(score: dict) -> tuple:
-    return tuple(score.get(name) for name in ("dataset_type", "dataset_name", "dataset_split", "metric_name"))
+    names = ("dataset_type", "dataset_name", "dataset_config", "dataset_split", "metric_name")
+    return tuple(score.get(name) for name in names)
 
 
 def all_scores(results: dict) -> list[dict]:

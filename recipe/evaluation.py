@@ -128,7 +128,7 @@ class Evaluator:
         scores = {name: n_correct / n_rows for name, n_correct in totals.items()}
         text = ", ".join(f"{name.replace('_', ' ', 1)} {value:.4f}" for name, value in scores.items())
         logger.info("HellaSwag (%d rows): %s", n_rows, text)
-        return {f"hellaswag_{name}": value for name, value in scores.items()}
+        return {f"hellaswag_{name}": value for name, value in scores.items()} | {"hellaswag_rows": int(n_rows)}
 
     def _encode(self, text: str) -> list[int]:
         return self.tokenizer.encode([text])[0].tolist()

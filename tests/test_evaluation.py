@@ -28,6 +28,7 @@ def test_hellaswag_and_samples_during_training(shards, tmp_path):
     counts = hellaswag.count_correct(loaded.lm, hellaswag.load_rows(9))
     for name in ("llmc_acc", "llmc_acc_norm", "lmeval_acc", "lmeval_acc_norm"):
         assert lines[4][f"hellaswag_{name}"] == pytest.approx(counts[name] / 9)
+    assert lines[4]["hellaswag_rows"] == 9
 
 
 @pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
@@ -43,7 +44,7 @@ def test_hellaswag_during_training_is_in_the_precision_of_the_run(precision, dty
     config, strategy = parse_config(flags(**TINY)), open_strategy(precision)
     metrics = SimpleNamespace(paused=lambda text: nullcontext(lambda *_: None))
     evaluator = evaluation.Evaluator(config, None, strategy, build_model(config), None, metrics)
-    assert evaluator.hellaswag() == {"hellaswag_in its precision": 1.0}
+    assert evaluator.hellaswag() == {"hellaswag_in its precision": 1.0, "hellaswag_rows": 1}
 
 
 def test_samples_continue_the_prompts_that_the_user_chooses(shards, tmp_path):

@@ -128,7 +128,7 @@ def _run_scores(line: dict, config: dict, texts: list[dict]) -> Iterator[dict]:
         if (loss := line.get(f"val_loss/{text['name']}")) is not None:
             yield score(text_dataset(f"{text['name']}, held out"), metric, loss, method + tokens)
     accuracies = {name: line.get(f"hellaswag_{name}") for name in ACCURACIES}
-    rows = config.get("hellaswag_limit") or HELLASWAG_ROWS
+    rows = line.get("hellaswag_rows") or config.get("hellaswag_limit") or HELLASWAG_ROWS
     yield from hellaswag_scores(accuracies, rows, method, ", during training")
 
 

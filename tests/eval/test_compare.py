@@ -56,6 +56,10 @@ def test_without_validation_data_only_hellaswag_is_compared(model_dir, shards, t
     half_width = 1.96 / 4  # two rows and the two that are added: one of four differs
     assert [(row["difference"], row["ci95"]) for row in rows] == [(0.0, [-half_width, half_width])] * 4
     assert "note: no validation loss" in capsys.readouterr().out
+    command(compare, model_dir, "--other", model_dir, "--limit", 1, "--output", output)
+    assert f"note: replacing the earlier compare in {output}" in capsys.readouterr().out
+    with pytest.raises(common.UserError, match="no data"):
+        command(compare, model_dir, "--other", model_dir, "--sequence_length", 32, "--output", output)
     with pytest.raises(common.UserError, match="--data absent"):
         command(compare, model_dir, "--other", model_dir, "--data", "absent", "--output", output)
     write_shard(val := tmp_path / "val_000000.bin", np.arange(20 * 32 + 1))

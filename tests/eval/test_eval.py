@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, BloomConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, BertConfig, BloomConfig
 
 from eval import common, compare, hellaswag, perplexity, sample, scores
 from recipe.data.shards import ShardReader, find_shards
@@ -148,6 +148,33 @@ def test_a_partial_evaluation_replaces_neither_full_scores_nor_other_tasks(tmp_p
     assert write("arc", 0.6, True) == {"arc": 0.6, "piqa": 0.5}
     assert write("arc", 0.1, False, "b") == {"arc": 0.1}
     assert "note: replacing the results of a in" in capsys.readouterr().out
+
+
+def test_texts_of_one_name_have_a_score_each(model_dir, tmp_path, command, capsys):
+    """They had replaced one another, and a part of the second was recorded with the first's loss."""
+    output, losses = tmp_path / "results.json", {}
+    for name, token in (("a", 5), ("b", 7)):
+        (tmp_path / name / "text").mkdir(parents=True)
+        write_shard(tmp_path / name / "text/val_000000.bin", np.full(65, token))
+        for limit in ([], ["--limit_windows", 1])[name == "b" :]:
+            arguments = "--data", tmp_path / name / "text", "--sequence_length", 32, "--output", output
+            command(perplexity, model_dir, *arguments, *limit)
+        result = json.loads(output.read_text())["perplexity"]
+        losses[name] = result["loss"]
+    shown = [entry["metric_value"] for entry in result["scores"] if entry["metric_name"].startswith("loss")]
+    assert shown == [*losses.values()]
+    assert losses["a"] != losses["b"]
+
+
+def test_a_model_whose_predictions_depend_on_later_tokens_is_refused(model_dir, tmp_path):
+    config = BertConfig(
+        vocab_size=50257, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64
+    )
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(model_dir).save_pretrained(tmp_path)
+    with pytest.raises(common.UserError, match="a token changes the predictions before it"):
+        load(tmp_path)
 
 
 def test_a_model_that_is_not_gpt2_is_scored(model_dir, tmp_path):
@@ -465,6 +492,9 @@ def test_an_interrupt_and_out_of_memory_print_no_traceback(error, code, message,
         (perplexity, ["MODEL"], "--data DIR"),
         (perplexity, ["MODEL", "--sequence_length", "65"], "must be from 2 to 64"),
         (sample, ["MODEL", "--top_p", "0"], "--top_p"),
+        (sample, ["MODEL", "--temperature", "nan"], "must be 0 or at least 0.001"),
+        (sample, ["MODEL", "--temperature", "1e-45"], "must be 0 or at least 0.001"),
+        (sample, ["MODEL", "--seed", "99999999999999999999999"], "must be from 0 to 2^63"),
         (sample, ["MODEL", "--output", "results.json"], "--output"),
         (hellaswag, ["MODEL", "--output", "absent/results.json"], "absent: not a directory"),
     ],

@@ -11,7 +11,7 @@ import pytest
 
 from eval import common, curves, plots, report
 from eval.diagnosis import Finding, diagnose
-from eval.scores import score, text_dataset
+from eval.scores import ci95, score, text_dataset
 from recipe.config import FIELDS, parse_config
 from recipe.config.catalog import DATASETS
 from tests.conftest import SHAKESPEARE, metrics
@@ -146,6 +146,21 @@ def test_hellaswag_beside_openais(tmp_path):
     assert "OpenAI's GPT-2 124M" in {text.get_text() for text in picture.figure.legends[0].get_texts()}
     assert "1,000 of 10,042" in picture.caption
     assert "karpathy/build-nanogpt" in picture.caption
+
+
+def test_an_interval_is_that_of_the_rows_that_were_scored(tmp_path):
+    """A resume may score other rows than before."""
+    lines = lines_of("gpt2", upto=2e9)
+    for number, record in enumerate(lines[1:]):
+        record |= {f"hellaswag_{style}_acc_norm": 0.25 for style in ("llmc", "lmeval")}
+        record["hellaswag_rows"] = 1000 if number else 40
+    run = write_run(tmp_path / "gpt2", lines, config_of("gpt2", hellaswag_limit=40), about=ABOUT["FineWeb-Edu"])
+    picture = drawn(run)["hellaswag"]
+    assert "on 40 or 1,000 of 10,042 validation rows" in picture.caption
+    band = picture.figure.axes[0].collections[0].get_paths()[0].vertices[:, 1]
+    assert max(band) == pytest.approx(0.25 + ci95(0.25, 40))
+    assert min(band[band > 0.25]) == pytest.approx(0.25 + ci95(0.25, 1000))
+    assert f"0.2500 ± {ci95(0.25, 1000):.4f} (1,000 rows)" in str(report.summarize([curves.read_run(run)]))
 
 
 def test_the_page_is_self_contained_and_has_no_active_content(tmp_path, monkeypatch, capsys):
