@@ -99,7 +99,7 @@ def test_the_card_has_every_result_and_how_it_was_measured(card):
     for line in (
         "| HellaSwag, validation | acc_norm, llm.c-style | 0.2700 ± 0.0087 | 10,042 rows, in float32 |",
         "| acc, llm.c-style, during training | 0.2600 ± 0.0086 | 10,042 rows, by the run, in its precision |",
-        "| of_news | loss, nats per token | 3.4100 | 10,485,760 tokens in windows of 1,024, in bfloat16, files f91b64e8",
+        "| of_news | loss, nats per token | 3.4100 | 10,485,760 tokens in windows of 1,024, in bfloat16, files f91b64e",
         "124 M parameters (12 layers, 12 heads, 768 wide, 1,024 positions), trained from scratch on 52,428,800",
         "weights after step 100. It is a checkpoint of a run of 19,073 steps.",
         "| shards | 1 with 10,000,000 tokens so far |",
