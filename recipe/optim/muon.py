@@ -86,16 +86,14 @@ class Muon(torch.optim.AdamW):
 
     @torch.no_grad()
     def _step_matrices(self, groups: list[dict]) -> None:
-        # (momentum, rows, cols), rows <= cols -> parameters with this momentum and matrices of this size
-        params_by_size = defaultdict(list)
+        params_by_size = defaultdict(list)  # (rows, cols), rows <= cols -> parameters with matrices of this size
         for param in (param for group in groups for param in self._local_params(group)):
-            rows, cols = sorted((param.fan_in, param.fan_out))
-            params_by_size[param.group["momentum"], rows, cols].append(param)
-        for (momentum, rows, cols), params in params_by_size.items():
+            params_by_size[tuple(sorted((param.fan_in, param.fan_out)))].append(param)
+        for (rows, cols), params in params_by_size.items():
             num_matrices = sum(param.count for param in params)
             share = share_of(num_matrices, rows * cols, self._world_size)
             for bucket in _buckets(params, max_matrices=share * self._world_size):
-                self._step_bucket(bucket, momentum, rows, cols)
+                self._step_bucket(bucket, rows, cols)
 
     def _local_params(self, group: dict) -> Iterator[_LocalParam]:
         """This process's parts of the group's parameters."""
@@ -115,7 +113,7 @@ class Muon(torch.optim.AdamW):
                 start = min(self._rank * -(-fan_in // self._world_size), fan_in) * width if is_sharded else 0
                 yield _LocalParam(*local, fan_in, width // count, count, start, is_sharded, group)
 
-    def _step_bucket(self, bucket: list[_LocalParam], momentum: float, rows: int, cols: int) -> None:
+    def _step_bucket(self, bucket: list[_LocalParam], rows: int, cols: int) -> None:
         """Updates parameters whose matrices are all rows x cols or cols x rows. A collective call. What is done to each
         of them is one kernel for all of them on a GPU, where those of a small model wait for being launched."""
         num_matrices = sum(param.count for param in bucket)
@@ -123,9 +121,10 @@ class Muon(torch.optim.AdamW):
         own_indices = range(self._rank * share, min((self._rank + 1) * share, num_matrices))
         weights, grads, momenta = zip(*((param.weight, param.grad, param.momentum) for param in bucket), strict=True)
 
-        # 1. Update the momentum of the local elements.
-        self._assign(momenta, torch._foreach_lerp(momenta, grads, 1 - momentum))
-        look_ahead = torch._foreach_lerp(grads, momenta, momentum)  # Nesterov's
+        # 1. Update the momentum of the local elements. On XLA a group's momentum and lr are tensors.
+        kept = [param.group["momentum"] for param in bucket]
+        self._assign(momenta, torch._foreach_lerp(momenta, grads, [1 - m for m in kept]))
+        look_ahead = torch._foreach_lerp(grads, momenta, kept)  # Nesterov's
 
         # 2. Assemble this process's share of the matrices: (share, rows, cols). If they are sharded,
         # each process contributes its elements; otherwise every process has all of them, and nothing is sent.
