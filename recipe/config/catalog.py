@@ -77,10 +77,10 @@ def text_suffix(path: Path) -> str:
 
 
 def text_files(name: str) -> tuple[list[Path], list[Path]]:
-    """The text files of a path, sorted, and the paths below a directory that are not read: files with other suffixes,
-    links to directories, and runs. A file that is named, or matched by a glob, is text, unless it holds tokens. Hidden
-    files, the data set's description, and directories of shards are in neither list. Raises UserError for a directory
-    that cannot be read, or that Datasets' save_to_disk wrote."""
+    """The text files of a path, sorted, and the paths that are not read: links to a file that is read anyway, and below
+    a directory files with other suffixes, links to directories, and runs. A file that is named, or matched by a glob,
+    is text, unless it holds tokens. Hidden files, the data set's description, and directories of shards are in neither
+    list. Raises UserError for a directory that cannot be read, or that Datasets' save_to_disk wrote."""
     directory = Path(name)
     if not directory.is_dir():  # tests for a file first: its name may contain a bracket
         paths = [directory] if directory.is_file() else [*map(Path, glob.glob(name, recursive=True))]
@@ -88,7 +88,7 @@ def text_files(name: str) -> tuple[list[Path], list[Path]]:
         for path in sorted(paths, key=lambda path: len(path.parts)):  # ** follows links, also to a directory above
             by_place.setdefault((os.path.realpath(path.parent), path.name), path)
         files = sorted((path for path in by_place.values() if _is_file(path)), key=str)
-        return ([] if any(path.suffix in SUFFIXES for path in files) else files), []
+        return ([], []) if any(path.suffix in SUFFIXES for path in files) else _each_once(files)
     paths, runs = list[Path](), list[Path]()
     for parent, directories, names in os.walk(directory, onerror=_refuse):
         if LOCK in names:  # shards made here, such as data/NAME in data/
@@ -109,7 +109,15 @@ def text_files(name: str) -> tuple[list[Path], list[Path]]:
         paths += [Path(parent, name) for name in (*visible_names, *directories)]
     files = sorted((path for path in paths if _is_file(path) or path.is_symlink()), key=str)
     is_read = {path: bool(text_suffix(path)) and not path.is_dir() for path in files}
-    return [path for path in files if is_read[path]], [path for path in files if not is_read[path]] + runs
+    texts, links = _each_once([path for path in files if is_read[path]])
+    return texts, [path for path in files if not is_read[path]] + runs + links
+
+
+def _each_once(files: list[Path]) -> tuple[list[Path], list[Path]]:
+    """The first path of each file, and the other paths, which are links or lead through one."""
+    by_file: dict[str, Path] = {}
+    is_first = [by_file.setdefault(os.path.realpath(path), path) is path for path in files]
+    return [*by_file.values()], [path for path, first in zip(files, is_first, strict=True) if not first]
 
 
 def held_out(names: list[str]) -> list[str]:

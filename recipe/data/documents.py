@@ -24,7 +24,7 @@ from recipe.data.shards import DTYPE, Manifest
 from recipe.data.tokenizer import GPT2Tokenizer
 from recipe.utils.errors import UserError, reading
 from recipe.utils.files import sha256_of
-from recipe.utils.units import plural
+from recipe.utils.units import plural, some
 
 logger = logging.getLogger(__name__)
 
@@ -184,8 +184,13 @@ class TextFiles:
         return {}
 
     def pin(self, manifest: Manifest) -> None:
-        """Logs which files of a directory are skipped, and which look like other splits; there is no commit to pin."""
-        if skipped := self._skipped:
+        """Logs which files are skipped, and which look like other splits; there is no commit to pin."""
+        by_file = {os.path.realpath(path): path for path in self.paths}
+        if links := [path for path in self._skipped if os.path.realpath(path) in by_file]:
+            names = [f"{path} is {by_file[os.path.realpath(path)]}" for path in links]
+            message = "data       %s skipped, since the files are read anyway: %s"
+            logger.warning(message, plural(len(links), "link"), some(names, 3))
+        if skipped := [path for path in self._skipped if os.path.realpath(path) not in by_file]:
             kinds = f"{endings(skipped)} ({', '.join(TEXT_SUFFIXES)} are read)"
             logger.info("data       %s skipped: %s", plural(len(skipped), "file"), kinds)
         if Path(self._name).is_dir() and (splits := held_out([os.path.relpath(p, self._name) for p in self.paths])):

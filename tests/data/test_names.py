@@ -353,9 +353,24 @@ def test_no_text_is_skipped_silently_or_read_twice(tmp_path):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(TEXT)
     (tmp_path / "b/aa").symlink_to(".")
-    (tmp_path / "b/same.md").symlink_to("guide.md")  # as one blob of two names
+    (tmp_path / "b/same.md").symlink_to("guide.md")
     texts, others = text_files(str(tmp_path))
-    assert texts == [tmp_path / "a/README.md", tmp_path / "b/guide.md", tmp_path / "b/same.md"]
-    assert others == [tmp_path / name for name in ("b/aa", "hub/vectors.npy", "logs")]
-    assert text_files(f"{tmp_path}/b/**/*.md")[0] == [tmp_path / "b/guide.md", tmp_path / "b/same.md"]
+    assert texts == [tmp_path / "a/README.md", tmp_path / "b/guide.md"]
+    assert others == [tmp_path / name for name in ("b/aa", "hub/vectors.npy", "logs", "b/same.md")]
+    assert text_files(f"{tmp_path}/b/**/*.md") == ([tmp_path / "b/guide.md"], [tmp_path / "b/same.md"])
     assert is_text(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["texts", "texts/*.txt"])
+def test_a_link_to_a_text_that_is_read_anyway_is_a_warning_and_not_more_text(workdir, caplog, name):
+    """Its second copy would be trained on, although the first is held out, or the other way round."""
+    (workdir / "texts").mkdir()
+    (workdir / "texts/2024.txt").write_text(TEXT[:4000])
+    (workdir / "elsewhere").write_text(TEXT[4000:6000])
+    (workdir / "texts/latest.txt").symlink_to("2024.txt")
+    (workdir / "texts/other.txt").symlink_to(workdir / "elsewhere")
+    _, _, data = opened(f"--dataset_name={name}")
+    expected = tokens_of([TEXT[:4000], TEXT[4000:6000]])
+    assert tokens_in(data.dataset_name, "train") + tokens_in(data.dataset_name, "val") == expected
+    warning = "1 link skipped, since the files are read anyway: texts/latest.txt is texts/2024.txt"
+    assert caplog.text.count("skipped") == caplog.text.count(warning) == 1
