@@ -31,6 +31,13 @@ MAX_VOCAB_SIZE = 1 << 16  # largest vocabulary whose ids fit into uint16
 END_OF_TEXT = 50256
 VOCAB_SIZE = 50257
 
+# Blanks of all kinds, what patterns split, and characters with all bytes that UTF-8 has
+_PROBES = (
+    "One  two   three:\n\n\tx = 12345;\r\n",
+    "naïve café, 日本語 🙂\n",
+    "".join(map(chr, (*range(0x800), *range(0x800, 0xD800, 0x400), *range(0xE000, 0x110000, 0x400)))),
+)
+
 _FILES = Path(__file__).parent / "gpt2_bpe"
 # OpenAI's pattern (encoder.py of the gpt2 release), with the possessive quantifiers of tiktoken: same pieces.
 _PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
@@ -128,6 +135,7 @@ class CustomTokenizer(GPT2Tokenizer):
         self._bpe.encode_special_tokens = True  # as ordinary text
         self._bpe.no_truncation()
         self._bpe.no_padding()
+        self._check_keeps_text(name)
         self.digest = _digest(self._bpe.to_str(), self.end_of_text)
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
@@ -138,6 +146,33 @@ class CustomTokenizer(GPT2Tokenizer):
     def decode(self, ids: list[int]) -> bytes:
         """Like GPT2Tokenizer's; incomplete characters become U+FFFD."""
         return self._bpe.decode(ids, skip_special_tokens=False).encode()
+
+    def _check_keeps_text(self, name: str) -> None:
+        """Raises UserError if the tokens of a text are random, or do not decode to it. A normalizer and a prefix space
+        may change it: the model's users expect them."""
+        settings = json.loads(self._bpe.to_str())
+        if dropout := settings["model"].get("dropout"):
+            raise UserError(
+                f"tokenizer {name} has a dropout of {dropout}, with which the same text has other tokens each time; "
+                'set "dropout" to null in its tokenizer.json'
+            )
+        settings |= {"normalizer": None, "pre_tokenizer": _without_prefix_space(settings["pre_tokenizer"])}
+        tokenizer = Tokenizer.from_str(json.dumps(settings))
+        tokenizer.encode_special_tokens = True
+        for probe in _PROBES:
+            ids = tokenizer.encode(probe, add_special_tokens=False).ids
+            if (text := tokenizer.decode(ids, skip_special_tokens=False)) != probe:
+                raise UserError(
+                    f"tokenizer {name} loses text: of {probe[:40]!r}, its tokens give back {text[:40]!r}; give it "
+                    "ByteLevel as its last pre_tokenizer and its decoder, or choose one like GPT-2's"
+                )
+
+
+def _without_prefix_space(pre_tokenizer: dict | None) -> dict | None:
+    def changed(pairs: dict) -> dict:
+        return pairs | ({"add_prefix_space": False} if "add_prefix_space" in pairs else {})
+
+    return json.loads(json.dumps(pre_tokenizer), object_hook=changed)
 
 
 def _digest(tokenizer_json: str, end_of_text: int) -> str:

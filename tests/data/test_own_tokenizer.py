@@ -262,11 +262,18 @@ def test_tokenizers_that_cannot_make_shards_are_refused(tmp_path):
     tokens = [*pre_tokenizers.ByteLevel.alphabet(), *(f"word{i}" for i in range(65_500)), END]
     large = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=[]))
     characters = Tokenizer(models.BPE(vocab={"a": 0, END: 1}, merges=[]))
+    words, broken, random = train_tokenizer(), train_tokenizer(), train_tokenizer()
+    words.pre_tokenizer = pre_tokenizers.Whitespace()  # loses blanks, and bytes beyond ASCII
+    broken.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), pre_tokenizers.ByteLevel(False)])
+    random.model.dropout = 0.1
     (tmp_path / "empty").mkdir()
     cases = {
         save(train_tokenizer(), tmp_path / "no_end", eos_token=None): "has no eos_token, which precedes each document",
         save(large, tmp_path / "large"): "has 65,757 tokens; shards store uint16, so at most 65,536",
         save(characters, tmp_path / "characters"): "is not a byte-level BPE, the only kind supported",
+        save(words, tmp_path / "words"): "loses text: of .*; give it ByteLevel as its last pre_tokenizer",
+        save(broken, tmp_path / "broken"): "loses text: of ",
+        save(random, tmp_path / "random"): 'has a dropout of 0.1, .* set "dropout" to null in its tokenizer.json',
         str(tmp_path / "empty"): "cannot be loaded",
         "acme/none": "is not a directory here, and the Hub cannot be reached",
         "data/text-1a2b3c4d/tokenizer": r"name on the Hub; give .* such as a run's checkpoint: --tokenizer runs/",
