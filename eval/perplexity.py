@@ -23,7 +23,7 @@ from eval import common
 from eval.loglikelihood import progress_bar, token_log_probs
 from eval.scores import score, text_dataset
 from recipe.utils.files import sha256_of
-from recipe.utils.shards import SUFFIXES, ShardReader, shards_in
+from recipe.utils.shards import GPT2_TOKENS, SUFFIXES, ShardReader, shards_in
 
 
 def read_manifest(data: str) -> dict:
@@ -56,10 +56,14 @@ def val_shards(data: str) -> dict[Path, str]:
     return digests
 
 
-def shard_windows(data: str, sequence_length: int) -> tuple[np.ndarray, dict[str, str]]:
-    """The windows of the shards of `val_shards`, (N, T + 1), uint16, and the first 12 digits of each file's SHA-256."""
+def shard_windows(
+    data: str, sequence_length: int, vocab_size: int = GPT2_TOKENS
+) -> tuple[np.ndarray, dict[str, str]]:
+    """The windows of the shards of `val_shards`, (N, T + 1), uint16, and the first 12 digits of each file's SHA-256.
+    `vocab_size` is that of their tokenizer."""
     digests, T = val_shards(data), sequence_length
-    windows = np.concatenate([s.runs(np.arange(0, len(s) - T, T), T + 1) for s in map(ShardReader, digests)])
+    shards = (ShardReader(path, vocab_size) for path in digests)
+    windows = np.concatenate([s.runs(np.arange(0, len(s) - T, T), T + 1) for s in shards])
     if not len(windows):
         raise common.UserError(f"--data {data}: no shard has {sequence_length + 1:,} tokens. Lower --sequence_length")
     return windows, {path.name: digest[:12] for path, digest in digests.items()}
@@ -141,7 +145,7 @@ def choose_windows(args: argparse.Namespace, loaded: common.Loaded) -> tuple[np.
         first_name = source[0]["name"]
         raise common.UserError(f"the model was trained on {len(source)} data sets. Name one: --data {first_name}")
     local_source = os.path.expanduser(source)  # trainer_state.json has ~ for the home directory
-    windows, files = shard_windows(local_source, length)
+    windows, files = shard_windows(local_source, length, max(loaded.tokenizer.get_vocab().values()) + 1)
     limit = args.limit_windows
     if not args.data and not limit and "eval_tokens" in config:
         limit = max(1, config["eval_tokens"] // length)  # as many as a validation during training

@@ -108,8 +108,9 @@ def training_windows(config: Config) -> int:
 
 def state_on_disk(data: DataConfig) -> dict:
     """The state_dict of a run's training data, from the shards on this disk. Raises UserError if there are none."""
-    entries = data_sets(data)
-    states = [TokenDataset(find_shards(entry.data.dataset_name, "train"), 1, 1, 0).state_dict() for entry in entries]
+    entries, vocab_size = data_sets(data), open_tokenizer(data.tokenizer).vocab_size
+    shards = [find_shards(entry.data.dataset_name, "train", vocab_size) for entry in entries]
+    states = [TokenDataset(part, 1, 1, 0).state_dict() for part in shards]
     return {"mixture": [{"name": ""} | state for state in states]} if len(entries) > 1 else states[0]
 
 
@@ -170,8 +171,8 @@ def _validation_shards(data: DataConfig) -> list[Shard]:
 
 
 def _shards(data: DataConfig, name: str, split: str) -> list[Shard]:
-    shards = find_shards(name, split)
-    check_tokenizer(name, shards, open_tokenizer(data.tokenizer))
+    shards = find_shards(name, split, (tokenizer := open_tokenizer(data.tokenizer)).vocab_size)
+    check_tokenizer(name, shards, tokenizer)
     return shards
 
 

@@ -37,16 +37,17 @@ _RETRY_HINT = "fix that; the same command continues after the last finished shar
 
 @dataclass(frozen=True)
 class Shard:
-    """A file of token ids, its number of tokens and its checksum."""
+    """A file of token ids, its number of tokens and its checksum, and the number of tokens of the run's tokenizer."""
 
     path: Path
     tokens: int
     sha256: str | None  # None without a manifest, until the file is first read
+    vocab_size: int = VOCAB_SIZE
 
 
 def open_shard(shard: Shard) -> ShardReader:
     """Opens a shard and verifies its SHA-256 if it is known: about 0.2 s for 100M tokens. Raises UserError."""
-    reader = ShardReader(shard.path)
+    reader = ShardReader(shard.path, shard.vocab_size)
     reader.sha256 = sha256_of(shard.path)
     if shard.sha256 not in (None, reader.sha256):
         raise UserError(
@@ -188,7 +189,7 @@ def check_tokenizer(name: str, shards: list[Shard], tokenizer: GPT2Tokenizer) ->
                 f"{name} holds shards of {origin}, but tokenizer is {tokenizer.name}; prepare its text again in "
                 "another directory, or set tokenizer to the one that made them"
             )
-        sample, vocab_size = ShardReader(shard.path).read(_SAMPLE_SIZE), tokenizer.vocab_size
+        sample, vocab_size = ShardReader(shard.path, shard.vocab_size).read(_SAMPLE_SIZE), tokenizer.vocab_size
         if manifest or len(sample) < _MIN_SAMPLE:
             continue
         largest = int(sample.max())
@@ -213,15 +214,16 @@ def not_in_vocabulary(path: Path, token: int, vocab_size: int) -> UserError:
     )
 
 
-def find_shards(name: str, split: str) -> list[Shard]:
-    """The shards of `split` ("train" or "val") in the order of their file names.
+def find_shards(name: str, split: str, vocab_size: int = VOCAB_SIZE) -> list[Shard]:
+    """The shards of `split` ("train" or "val") in the order of their file names, for a tokenizer of `vocab_size`.
 
     `name` is a directory with a manifest; or one without, where file names contain the split, as in
     fineweb_val_000000.bin; or such a file or a glob of them, taken as they are. Raises UserError if there are none.
     """
     directory = Path(name)
     if (manifest := Manifest.load(directory)) is None:
-        return [Shard(path, len(ShardReader(path)), None) for path in _files_of(name, split)]
+        paths = _files_of(name, split)
+        return [Shard(path, len(ShardReader(path, vocab_size)), None, vocab_size) for path in paths]
     if not manifest.complete:
         raise UserError(f"{name}: its preparation was interrupted; run the same prepare command again to continue")
     shards = manifest.shards_in(directory, split)

@@ -19,11 +19,12 @@ GPT2_TOKENS = 50257
 
 class ShardReader:
     """The tokens of a shard, `len` of them, read on demand. It uses pread: if a memory-mapped file is truncated, SIGBUS
-    ends the process. Raises UserError for a file that is not a shard of a known format."""
+    ends the process. Raises UserError for a file that is not a shard of a known format; nanoGPT's is recognized by its
+    tokens, which are below `vocab_size`, or GPT-2's if that is larger."""
 
     sha256: str  # of the file, if `open_shard` has opened it
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, vocab_size: int = GPT2_TOKENS):
         self.path, self._file = path, os.open(path, os.O_RDONLY)
         weakref.finalize(self, os.close, self._file)
         header, size = os.pread(self._file, HEADER_BYTES, 0), os.fstat(self._file).st_size
@@ -37,7 +38,7 @@ class ShardReader:
                 raise UserError(f"{path}: {problem}; a .npy shard must have one dimension, of uint16")
             self._begin, self._count = array.offset, len(array)
             return
-        if _is_headerless(header):
+        if _is_headerless(header, max(vocab_size, GPT2_TOKENS)):
             if size % DTYPE.itemsize:
                 raise UserError(f"{path}: {size:,} bytes for tokens of two each: the file was cut short; copy it again")
             self._begin, self._count = 0, size // DTYPE.itemsize
@@ -81,8 +82,8 @@ def shards_in(directory: Path, pattern: str = "*") -> list[Path]:
     return [*directory.glob(f"{pattern}.bin")] or [*arrays]
 
 
-def _is_headerless(header: bytes) -> bool:
-    """Whether a file that starts with `header` holds only GPT-2 tokens as uint16, as nanoGPT writes them."""
+def _is_headerless(header: bytes, vocab_size: int) -> bool:
+    """Whether a file that starts with `header` holds only uint16 tokens below `vocab_size`, as nanoGPT writes them."""
     words = np.frombuffer(header, DTYPE)
     # Most of a header is zeros, as is every second word of 4-byte tokens; in text, token 0 ("!") is rare.
-    return bool(words.max() < GPT2_TOKENS and (words == 0).mean() < 0.4)
+    return bool(words.max() < vocab_size and (words == 0).mean() < 0.4)

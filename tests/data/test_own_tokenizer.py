@@ -227,6 +227,22 @@ def test_a_run_or_shards_of_another_tokenizer_are_refused(trained_run, tmp_path)
     assert "holds shards of another text or with other settings: tokenizer was" in message
 
 
+def test_nanogpts_files_of_a_vocabulary_larger_than_gpt2s_are_read(tmp_path):
+    """Tokens alone, with no header that names a format; a run trains on them, and eval/perplexity.py reads them."""
+    tokens = [*pre_tokenizers.ByteLevel.alphabet(), *(f"word{i}" for i in range(59_743)), END]
+    large = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=[]))
+    large.pre_tokenizer, large.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer, ids = save(large, tmp_path / "large"), np.random.default_rng(0).integers(50_257, 60_000, (2, 1000))
+    for split, row in zip(("train", "val"), ids, strict=True):
+        row.astype(np.uint16).tofile(tmp_path / f"{split}.bin")
+    command = run_flags(tmp_path, tokenizer=tokenizer, dataset_name=tmp_path, max_steps=1, warmup_steps=0)
+    assert "step 1:" in ok(run_train(*command, cwd=tmp_path)).stdout
+    windows, _ = shard_windows(str(tmp_path / "val.bin"), 32, 60_000)
+    assert windows[0].tolist() == ids[1][:33].tolist()
+    command = tiny_flags(tmp_path, tmp_path / "gpt2")
+    assert "train.bin: not a shard of llm.c" in refused(run_train(*command, cwd=tmp_path))
+
+
 def test_weights_of_another_vocabulary_are_refused(trained_run, tmp_path):
     """Of the same size or not; GPT-2's is the same by any name and from any directory."""
     root, _ = trained_run
