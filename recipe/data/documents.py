@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import accumulate, takewhile
+from itertools import accumulate, pairwise, takewhile
 from pathlib import Path
 from typing import BinaryIO
 
@@ -200,9 +200,10 @@ class TextFiles:
             logger.warning(message, f"{splits[0]} and {len(splits) - 1} more" if splits[1:] else splits[0])
 
     def has_documents(self, count: int) -> bool:
-        """Whether there are `count` files, or else `count` documents in about the first 2^30 bytes."""
+        """Whether `count` files are not empty, or else there are `count` documents in about the first 2^30 bytes."""
         first_pieces = takewhile(lambda _: self.position <= 1 << 30, self.pieces())
-        return len(self.paths) >= count or any(piece.document + 1 == count for piece in first_pieces)
+        n_files = sum(end > start for start, end in pairwise(self._starts))
+        return n_files >= count or any(piece.document + 1 == count for piece in first_pieces)
 
     def pieces(self, stream: dict | None = None) -> Iterator[Piece]:
         """Yields all documents in order, or those from an earlier piece's `stream` on; its state is a file number."""

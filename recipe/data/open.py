@@ -33,8 +33,7 @@ def open_datasets(
     with processes.shared_error("the data cannot be opened"):
         streamed = [_is_streamed(entry.data) for entry in entries]
         for entry in entries:
-            if entry.data.train_text and entry.data.val_data:  # fail before preparing the text
-                _validation_shards(entry.data)
+            _check_validation(entry.data)
     streamed = [processes.anywhere(is_stream) for is_stream in streamed]  # one node may have all shards, another not
     first_windows = windows_before(step * batch.sequences, tuple(entry.count for entry in entries), run.seed)
     train_sets: list[TokenDataset] = []
@@ -102,6 +101,7 @@ def training_windows(config: Config) -> int:
                 f"num_train_epochs: the length of {data.dataset_name} is not known before the text is prepared; run "
                 "python -m recipe.data.prepare with the same flags, or set max_steps"
             )
+        _check_validation(data)
         prepare(data)
     return TokenDataset(_shards(data, data.dataset_name, "train"), data.sequence_length, 1, config.run.seed).windows
 
@@ -118,8 +118,7 @@ def check_dataset(entry: MixtureEntry, batch: BatchPlan, steps: int) -> None:
     """For a dry run of `steps` steps: logs how a data set would be read; prepares and downloads nothing. Raises
     UserError if it cannot be opened, and Unreachable if only the Hub knows that and does not answer."""
     data = entry.data
-    if data.train_text and data.val_data:
-        _validation_shards(data)
+    _check_validation(data)
     if _is_streamed(data):
         logger.info("data       %s, streamed into %s", _text_name(data), data.dataset_name)
         Builder(data, readers=1).producer.source.newest()
@@ -168,6 +167,15 @@ def _validation_shards(data: DataConfig) -> list[Shard]:
             "val_data, or give only the directory"
         )
     return _shards(data, data.val_data or data.dataset_name, "val")
+
+
+def _check_validation(data: DataConfig) -> None:
+    """For text, which takes long to prepare: raises UserError if the run will have no validation data."""
+    if data.train_text and data.val_data:
+        _validation_shards(data)
+    elif data.train_text and not data.val_fraction and not Producer(data).val_documents:
+        problem = f"val_fraction 0 holds out nothing of {data.train_text} for validation"
+        raise UserError(f"{problem}; set it above 0, or name shards in val_data")
 
 
 def _shards(data: DataConfig, name: str, split: str) -> list[Shard]:

@@ -45,7 +45,7 @@ class Producer:
     """Makes the shards of a text in the directory `dataset_name`: new ones in order, those of its manifest in any.
 
     Held out for validation are the first `val_documents`; or a fraction `val_fraction` of local text, taken from its
-    documents if there are many, otherwise from the tokens at its end; or nothing.
+    documents if there are many, otherwise from the tokens at its end; or nothing, as of local text beside `val_data`.
     """
 
     manifest: Manifest  # set by `open`
@@ -63,7 +63,10 @@ class Producer:
                     f"empty or a new directory, or remove train_text to train on {out} itself"
                 )
         self.shard_tokens, self._window = data.shard_tokens, data.sequence_length + 1
-        self.val_documents = data.val_documents or (HUB_VAL_DOCUMENTS if isinstance(self.source, HubText) else 0)
+        if isinstance(self.source, HubText):  # with val_data, too: the shards do not depend on it
+            self.val_documents = data.val_documents or HUB_VAL_DOCUMENTS
+        else:
+            self.val_documents = 0 if data.val_data else data.val_documents
         self.val_fraction = 0.0 if self.val_documents or data.val_data else data.val_fraction
         self.options = {
             "val_fraction": self.val_fraction or None,
@@ -170,6 +173,8 @@ class Producer:
         number = len(entries) if on_disk else 0
         while self.make("val", number):
             number += 1
+        if self._spread and not self.manifest.of("val"):  # files hold fewer documents than there are files
+            self.manifest.options["validation"], self._spread = "the end", False
 
     def make(self, split: str, number: int) -> bool:
         """Makes a shard, unless the text ends before it; returns whether more of the split may follow. Raises UserError
@@ -200,7 +205,8 @@ class Producer:
 
     def _complete(self) -> None:
         if not self.manifest.of("train"):
-            detail = " beyond the held-out documents; lower val_documents" if self.manifest.of("val") else ""
+            field = "val_fraction" if self._spread else "val_documents"
+            detail = f" beyond the held-out documents; lower {field}" if self.manifest.of("val") else ""
             raise UserError(f"{self.source}: holds no text{detail}")
         if self.val_fraction and not self._spread:
             self._hold_out_end()
@@ -211,7 +217,10 @@ class Producer:
         """Splits the last training shards again: the last `val_fraction` of all tokens become validation shards."""
         total, last_shards = self.manifest.tokens("train"), self.manifest.shards_in(self.out, "train")
         val_count = int(total * self.val_fraction)
-        if not 0 < val_count < total:
+        if not val_count and total >= 2 * self._window:
+            problem = f"val_fraction {self.val_fraction:g} of {total:,} tokens is less than one"
+            raise UserError(f"{self.source}: {problem}; raise val_fraction")
+        if not val_count:
             raise UserError(
                 f"{self.source}: {total:,} tokens, too few for training and validation, which need at least one "
                 f"sequence of sequence_length + 1 = {self._window:,} tokens each; give more text or a lower "

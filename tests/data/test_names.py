@@ -88,9 +88,20 @@ def test_with_val_data_all_of_the_text_is_trained_on(workdir):
         assert "val_data no: no such" in refused(run_train(*command, *dry_run, cwd=workdir))
         assert not (workdir / "data").exists()  # nothing was tokenized
     prepare(data_of("val.txt", "data/val", val_fraction=0.0))
-    train, validation, _ = opened("--dataset_name=train.jsonl", "--val_data=data/val/train_*.bin")
-    assert sum(shard.tokens for shard in train.shards) == len(tokens_of(DOCUMENTS[:30]))
-    assert sum(shard.tokens for shard in validation.shards) == len(tokens_of([TEXT[5000:9000]]))
+    for fields in ([], ["--val_documents=5"], ["--val_documents=5", "--streaming=true"]):
+        train, validation, data = opened("--dataset_name=train.jsonl", "--val_data=data/val/train_*.bin", *fields)
+        assert tokens_in(data.dataset_name, "train") == tokens_of(DOCUMENTS[:30])
+        assert sum(shard.tokens for shard in validation.shards) == len(tokens_of([TEXT[5000:9000]]))
+
+
+@pytest.mark.parametrize("extra", [["--dry_run"], [], ["--num_train_epochs=1"], ["--streaming=true"]])
+def test_text_of_which_nothing_is_held_out_is_refused_before_it_is_tokenized(workdir, extra):
+    """Not after hours of preparing it: a run needs a validation loss."""
+    (workdir / "my.txt").write_text(TEXT[:9000])
+    words = [word for word in SMALL if "--num_train_epochs=1" not in extra or not word.startswith("--max_steps")]
+    error = refused(run_train(*words, "--dataset_name=my.txt", "--val_fraction=0", *extra, cwd=workdir))
+    assert "val_fraction 0 holds out nothing of my.txt for validation; set it above 0, or " in error
+    assert not (workdir / "data").exists()
 
 
 def test_text_that_does_not_match_the_prepared_shards_is_an_error(workdir):

@@ -296,6 +296,20 @@ def test_validation_documents_of_a_long_text_come_from_all_over_it(tmp_path, mon
     assert contents(tmp_path / "out") == expected
 
 
+@pytest.mark.parametrize("filler", ["", "[]"])  # files without a byte, and without a document
+def test_files_without_text_do_not_leave_validation_empty(tmp_path, filler):
+    """A thousand files are not a thousand documents, of which some would be held out."""
+    (tmp_path / "in").mkdir()
+    for number in range(1000):
+        (tmp_path / "in" / f"{number}.json").write_text(filler)
+    write_jsonl(tmp_path / "in" / "text.jsonl", [TEXT[:20_000]])
+    manifest = prepare(data_of(tmp_path / "in", tmp_path / "out", sequence_length=64))
+    assert manifest.validation == " (of the text: the end)"
+    train, val = (tokens_in(tmp_path / "out", split) for split in ("train", "val"))
+    assert train + val == tokens_of([TEXT[:20_000]])
+    assert len(val) == len(train + val) // 10
+
+
 @pytest.fixture
 def clock(monkeypatch):
     """[seconds], which only sleeping moves."""
@@ -391,6 +405,7 @@ def zipped(data: bytes) -> bytes:
         ("d.txt.zst", b"nonsense", " cannot be read"),
         ("d.tar.gz", gzip.compress(archive("a.txt", 5 * TEXT[:9000])), r" cannot be read \(it holds NUL .* Unpack it"),
         ("d.txt", b"\xef\xbb\xbf", "holds no text"),
+        ("d.txt", b"word " * 3000, r": val_fraction 0\.0001 of 3,00\d tokens is less than one; raise val_fraction"),
         ("d.txt", b"a few words", r": 4 tokens, too few .* sequence_length \+ 1 = 1,025 tokens each; give more text"),
     ],
 )
@@ -398,7 +413,7 @@ def test_a_file_that_cannot_be_used_is_named_with_a_way_out(tmp_path, name, data
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / name).write_bytes(data)
     with pytest.raises(UserError, match=rf"(?s){re.escape(name)}.*{message}"):
-        prepare(data_of(tmp_path / "in" / name, tmp_path / "out"))
+        prepare(data_of(tmp_path / "in" / name, tmp_path / "out", val_fraction=1e-4))
 
 
 def test_a_row_without_the_key_is_an_empty_document_unless_it_is_the_first(tmp_path, capsys):
