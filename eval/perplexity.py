@@ -56,9 +56,7 @@ def val_shards(data: str) -> dict[Path, str]:
     return digests
 
 
-def shard_windows(
-    data: str, sequence_length: int, vocab_size: int = GPT2_TOKENS
-) -> tuple[np.ndarray, dict[str, str]]:
+def shard_windows(data: str, sequence_length: int, vocab_size: int = GPT2_TOKENS) -> tuple[np.ndarray, dict[str, str]]:
     """The windows of the shards of `val_shards`, (N, T + 1), uint16, and the first 12 digits of each file's SHA-256.
     `vocab_size` is that of their tokenizer."""
     digests, T = val_shards(data), sequence_length

@@ -1,6 +1,7 @@
 """Reads documents from local text files, and tokenizes documents. A document is a .txt file, a JSON object or a row of
 a table; a literal end-of-text splits any of these into several documents."""
 
+import codecs
 import csv
 import io
 import json
@@ -212,9 +213,12 @@ class TextFiles:
             file_start = {"document": document_count, "state": number} if number else None
             try:
                 with reading(path, _WAY_OUT):
-                    for piece_number, content in self._pieces_in(path, self._starts[number]):
-                        document_count += piece_number == 0
-                        yield Piece(document_count - 1, content, file_start)
+                    try:
+                        for piece_number, content in self._pieces_in(path, self._starts[number]):
+                            document_count += piece_number == 0
+                            yield Piece(document_count - 1, content, file_start)
+                    except UnicodeDecodeError as error:  # whose position is that in a part of the file
+                        raise _not_utf8(path, error) from None
             except UserError as error:
                 if len(self.paths) > 1:
                     raise UserError(f"{error} (a quoted glob can name the files without this one)") from error.__cause__
@@ -305,6 +309,22 @@ def _rows_of(file: io.TextIOWrapper, column: Column, path: Path) -> Iterator[tup
     except csv.Error as error:
         location = f"{path}, line {table.reader.line_num}"
         raise UserError(f"{location}: {error}; is a quote not closed, or the file cut short?") from None
+
+
+def _not_utf8(path: Path, error: UnicodeDecodeError) -> Exception:
+    """The error for a byte that is not UTF-8, with its line; `error` itself, if the file is not one of lines."""
+    if text_suffix(path) == ".parquet":
+        return error
+    decoder, line = codecs.getincrementaldecoder("utf-8")(), 1
+    with pa.input_stream(str(path), PACKED.get(path.suffix.lower())) as file:
+        try:
+            while chunk := file.read(MAX_PIECE):
+                line += decoder.decode(chunk).count("\n")
+            decoder.decode(b"", final=True)
+        except UnicodeDecodeError as again:
+            line += again.object.count(b"\n", 0, again.start)
+            return ValueError(f"not UTF-8: byte {again.object[again.start]:#x} in line {line}")
+    return error
 
 
 def _parse_json(line: str, location: str):

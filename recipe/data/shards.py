@@ -228,7 +228,9 @@ def find_shards(name: str, split: str, vocab_size: int = VOCAB_SIZE) -> list[Sha
         raise UserError(f"{name}: its preparation was interrupted; run the same prepare command again to continue")
     shards = manifest.shards_in(directory, split)
     if not shards:
-        raise UserError(f"{name}: prepared without a {split} split; delete it and prepare it again, with val_fraction above 0")
+        raise UserError(
+            f"{name}: prepared without a {split} split; delete it and prepare it again, with val_fraction above 0"
+        )
     for shard in shards:
         if not shard.path.is_file():
             raise UserError(
