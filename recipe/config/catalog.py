@@ -48,8 +48,10 @@ def resolve(data: DataConfig) -> DataConfig:
 def _directory_of(text: str, data: DataConfig) -> str:
     """The directory for the shards of a text; its name depends on the text and on SHARD_FIELDS."""
     path, settings = Path(text), {name: getattr(data, name) for name in SHARD_FIELDS}
-    if data.val_data and not is_on_hub(text):
-        settings |= {"val_fraction": 0.0, "val_documents": 0}  # all of the text is trained on
+    if data.val_data:
+        settings["val_fraction"] = 0.0  # all of the text is trained on
+        if not is_on_hub(text):
+            settings["val_documents"] = 0
     if is_on_hub(text):
         split = data.dataset_split if data.dataset_split != "train" else ""
         tokenizer = "" if data.tokenizer == "gpt2" else Path(data.tokenizer).name
