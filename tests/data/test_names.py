@@ -89,7 +89,7 @@ def test_with_val_data_all_of_the_text_is_trained_on(workdir):
         assert not (workdir / "data").exists()  # nothing was tokenized
     prepare(data_of("val.txt", "data/val", val_fraction=0.0))
     for fields in ([], ["--val_documents=5"], ["--val_documents=5", "--streaming=true"]):
-        train, validation, data = opened("--dataset_name=train.jsonl", "--val_data=data/val/train_*.bin", *fields)
+        _, validation, data = opened("--dataset_name=train.jsonl", "--val_data=data/val/train_*.bin", *fields)
         assert tokens_in(data.dataset_name, "train") == tokens_of(DOCUMENTS[:30])
         assert sum(shard.tokens for shard in validation.shards) == len(tokens_of([TEXT[5000:9000]]))
 
