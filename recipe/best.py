@@ -57,7 +57,7 @@ from recipe.utils.units import duration, si
 logger = logging.getLogger("recipe.best")
 
 OWN_TOKENIZER_BELOW = 1e17  # FLOPs of a run in which the head for GPT-2's 50,257 tokens would take most of the time
-SPEED_STEPS, SPEED_RUNS = 20, 3  # steps that measure a speed, and how many speeds are measured at most
+SPEED_STEPS, SPEED_RUNS = 20, 3  # steps that measure a speed, and speeds before the trials and after them, at most
 MIN_TIMED_COMPILED_S = 900  # seconds of a compiled run from which sizes are compiled before they are timed
 TRIAL_SHARES, MAX_TRIAL_S = (0.02, 0.12), 300  # of the time, so far apart that they show how the text is learned
 EARLY_END = 0.8  # of the time: a run that has taken all useful epochs by then stops there; others fill the time
@@ -206,17 +206,16 @@ def search(
     logs. A collective call. Raises UserError, and KeyboardInterrupt if it was stopped."""
     strategy, started, total = forecaster.strategy, psutil.Process().create_time(), seconds
 
-    def left() -> float:  # a collective call
-        if request.tokens:
+    def left(reserve: float = 0.0) -> float:  # a collective call
+        if request.tokens:  # take their time, however long the search took
             return forecaster.seconds_for(request.tokens)
-        return strategy.runtime.processes.broadcast_object(total - (time.time() - started))
-
-    overhead = 0.0 if request.device else try_sizes(forecaster, left, flags)
-    seconds = left()
-    if not request.tokens:
-        seconds -= overhead
+        seconds = strategy.runtime.processes.broadcast_object(total - (time.time() - started) - reserve)
         if seconds < MIN_LEFT_S:
             raise UserError("the search has used up the time; give more --hours")
+        return seconds
+
+    overhead = 0.0 if request.device else try_sizes(forecaster, left, flags)
+    seconds = left(overhead)
     best = forecaster.best(seconds)
     log_forecasts(forecaster, forecaster.forecasts(seconds), best, "tokens" if request.tokens else "time")
     fields = forecaster.recipe(best.size, best.tokens)
@@ -228,7 +227,7 @@ def search(
             logger.info("time       about %s of the %s that are left", duration(training_s), duration(seconds))
     else:
         fields["train_hours"] = round(seconds / 3600, 4), "the remaining time; the clock starts the decay"
-    fields["torch_compile"] = seconds > min_compiled_seconds(strategy), "pays in a long run"
+    fields["torch_compile"] = min(training_s, seconds) > min_compiled_seconds(strategy), "pays in a long run"
     return fields | {name: (config.flat()[name], "as given") for name in sorted(request.given)}, best
 
 
@@ -273,16 +272,16 @@ def read_text(request: argparse.Namespace, config: Config, strategy: Strategy) -
     return Forecaster(strategy, text, vocab_size), seconds
 
 
-def try_sizes(forecaster: Forecaster, left: Callable[[], float], flags: list[str]) -> float:
-    """Measures the speed of the run that is the best for the time that is `left()`, then the loss of its size in two
-    trials, and, if with these another run is the best, that one's speed too. Returns the seconds that the second trial
-    took in addition to its training. A collective call."""
+def try_sizes(forecaster: Forecaster, left: Callable[[float], float], flags: list[str]) -> float:
+    """Measures the speed of the run that is the best for the time that is left, then the loss of its size in two
+    trials, and, if with these another run is the best, that one's speed too. `left(reserve)` is the time without
+    `reserve` seconds. Returns the seconds that the second trial took in addition to its training. A collective call."""
     compiled_s = min_compiled_seconds(forecaster.strategy)
     measured: set[tuple[Size, int]] = set()
 
     def measure_speeds(reserve: float) -> None:
         for _ in range(SPEED_RUNS):  # a measured speed may make another size or batch the best
-            seconds = max(MIN_LEFT_S, left() - reserve)
+            seconds = left(reserve)
             best = forecaster.best(seconds)
             run = best.size, forecaster.recipe(best.size, best.tokens)["total_batch_tokens"][0]
             if run in measured:
@@ -290,9 +289,9 @@ def try_sizes(forecaster: Forecaster, left: Callable[[], float], flags: list[str
             measured.add(run)
             measure_speed(forecaster, best, flags, seconds > max(MIN_TIMED_COMPILED_S, compiled_s))
 
-    trials_s, overhead = trial_seconds(left()), 0.0
+    trials_s, overhead = trial_seconds(left(0.0)), 0.0
     measure_speeds(sum(trials_s))  # without the trials' time, which may make a smaller size the best
-    best = forecaster.best(max(MIN_LEFT_S, left() - sum(trials_s)))
+    best = forecaster.best(left(sum(trials_s)))
     for trial_s in trials_s:
         overhead = measure_loss(forecaster, best, trial_s, flags)
     measure_speeds(overhead)
@@ -335,7 +334,7 @@ def measure_loss(forecaster: Forecaster, forecast: Forecast, seconds: float, fla
     *_, last = train_and_delete(forecaster.strategy, fields, [*flags, f"--train_hours={max(seconds / 3600, 1e-5):.5f}"])
     forecaster.losses.append((law(size, last["tokens"], forecaster.text.tokens), last["val_loss"]))
     logger.info("trial      validation loss %.3f after %s tokens", last["val_loss"], si(last["tokens"], "B"))
-    return time.monotonic() - started - last["seconds"]
+    return forecaster.strategy.runtime.processes.broadcast_object(time.monotonic() - started - last["seconds"])
 
 
 def train_and_delete(strategy: Strategy, fields: Fields, flags: list[str]) -> list[dict]:

@@ -75,7 +75,8 @@ def update_bytes(config: Config, world_size: int = 1, precision: str = "bf16") -
         share = share_of(count, D * cols, world_size)
         iteration = share * (3 * D * cols + 2 * D * D)  # the input, X before and after, X X^T and its polynomial
         gather = share * (world_size + 1) * D * cols if world_size > 1 else 0
-        update = 3 * share * world_size * D * cols  # in fp32: the matrices' updates, in the parameters' layout, weights
+        # In fp32: the matrices' updates, the same in the parameters' layout, new weights, and those beside the old.
+        update = (4 if precision == "fp16" else 3) * share * world_size * D * cols
         peak = max(peak, size * iteration, size * gather, 4 * update)
     return peak
 

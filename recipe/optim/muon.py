@@ -49,7 +49,9 @@ class _LocalParam:
         """The local elements, flat, of `matrices` (count, rows, cols), rows <= cols."""
         if self.fan_in >= self.fan_out:
             matrices = matrices.mT
-        return matrices.transpose(0, 1).reshape(-1)[self.start : self.start + len(self.weight)]
+        values = matrices.transpose(0, 1).reshape(-1)
+        # A part is copied, which frees the matrices.
+        return values[self.start : self.start + len(self.weight)].clone() if self.is_sharded else values
 
 
 class Muon(torch.optim.AdamW):
