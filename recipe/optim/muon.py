@@ -116,8 +116,8 @@ class Muon(torch.optim.AdamW):
                 yield _LocalParam(*local, fan_in, width // count, count, start, is_sharded, group)
 
     def _step_bucket(self, bucket: list[_LocalParam], rows: int, cols: int) -> None:
-        """Updates parameters whose matrices are all rows x cols or cols x rows. A collective call. What is done to each
-        of them is one kernel for all of them on a GPU, where those of a small model wait for being launched."""
+        """Updates parameters whose matrices are all rows x cols or cols x rows. A collective call. The _foreach
+        functions launch one kernel for all of them: with a small model a GPU waits for its launches."""
         num_matrices = sum(param.count for param in bucket)
         share = -(-num_matrices // self._world_size)  # matrices per process, with padding if the count does not divide
         own_indices = range(self._rank * share, min((self._rank + 1) * share, num_matrices))

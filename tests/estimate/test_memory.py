@@ -7,7 +7,7 @@ import torch
 from transformers import GPT2Config
 
 from recipe.config import batch_arithmetic, parse_config
-from recipe.estimate.memory import HEADROOM, checkpoint_bytes, checkpoint_count, step_memory
+from recipe.estimate.memory import HEADROOM, checkpoint_bytes, checkpoint_count, step_memory, update_bytes
 from recipe.model.gpt2 import GPT2LMHeadModel
 from recipe.optim.optimizer import make_optimizer, named_state
 from tests import processes as programs
@@ -118,3 +118,10 @@ def test_the_most_checkpoints_on_disk_at_once(schedule, count):
     """Milestones 200, 400 and 600, the two newest, the best one, wsd's before the decay and the one being written."""
     settings = ["--max_steps=700", "--milestone_steps=200", "--save_total_limit=2"]
     assert checkpoint_count(parse_config([*settings, f"--lr_scheduler_type={schedule}"])) == count
+
+
+@pytest.mark.parametrize(("precision", "copies"), [("bf16", 3), ("fp16", 4)])
+def test_muons_update_counts_its_fp32_copies_of_the_largest_bucket(precision, copies):
+    """Where a step can be skipped, as in fp16, the old and the new weights exist side by side."""
+    config = parse_config(["--config=gpt2", "--optim=muon", "--n_layer=8", "--n_head=6", "--n_embd=384"])
+    assert update_bytes(config, 1, precision) == 4 * copies * (16 * 384 * 1536), "of the MLP's 16 matrices"
