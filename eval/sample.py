@@ -39,6 +39,8 @@ def generate(loaded: common.Loaded, prompt: str, args: argparse.Namespace) -> li
     options = {"max_new_tokens": n_new, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.eos_token_id}
     if args.temperature:
         options |= {"do_sample": True} | {key: getattr(args, key) for key in ("temperature", "top_k", "top_p")}
+    # An own tokenizer's special tokens, such as <|user|>, are part of its text; a lone end-of-text is not shown.
+    hidden = {"skip_special_tokens": sum(token.special for token in tokenizer.added_tokens_decoder.values()) < 2}
     ids = torch.tensor([context_ids], device=loaded.model.device)  # (1, T)
     texts = []
     assert isinstance(loaded.model, GenerationMixin)
@@ -51,9 +53,9 @@ def generate(loaded: common.Loaded, prompt: str, args: argparse.Namespace) -> li
             ids,
             attention_mask=torch.ones_like(ids),
             generation_config=GenerationConfig(**options),
-            streamer=TextStreamer(tokenizer, skip_special_tokens=True),
+            streamer=TextStreamer(tokenizer, **hidden),
         )  # (1, T + new)
-        texts.append(str(tokenizer.decode(out[0, len(context_ids) :], skip_special_tokens=True)))
+        texts.append(str(tokenizer.decode(out[0, len(context_ids) :], **hidden)))
     print()
     return texts
 

@@ -10,12 +10,11 @@ import subprocess
 
 import numpy as np
 import pytest
-import torch
 from huggingface_hub import ModelCard
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
-from eval import common
+from eval import common, sample
 from eval.curves import read_run
 from eval.perplexity import byte_lengths, shard_windows, summarize, window_losses
 from eval.report import write_report
@@ -96,7 +95,7 @@ def test_any_text_has_transformers_ids_and_comes_back(tmp_path):
         assert byte_lengths(hf_tokenizer)[[*ids, tokenizer.end_of_text]].sum() == len(text.encode())
 
 
-def test_its_special_tokens_in_a_text_are_the_ids_that_a_prompt_has(tmp_path):
+def test_its_special_tokens_in_a_text_are_the_ids_that_a_prompt_has(tmp_path, capsys):
     """Those of chats, that is. End-of-text is not: it separates documents."""
     trained = train_tokenizer()
     trained.add_special_tokens(["<|user|>", "<|bot|>"])
@@ -108,9 +107,13 @@ def test_its_special_tokens_in_a_text_are_the_ids_that_a_prompt_has(tmp_path):
     assert ids[0] == hf_tokenizer.convert_tokens_to_ids("<|user|>") >= VOCABULARY
     assert tokenizer.decode(ids.tolist()).decode() == chat
     assert tokenizer.end_of_text not in tokenizer.encode([f"<|user|>{END}"])[0]
-    loaded = common.Loaded("own", None, torch.nn.Identity(), hf_tokenizer)
+    end, shape = hf_tokenizer.eos_token_id, {"n_layer": 1, "n_head": 1, "n_embd": 8, "n_positions": 64}
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=len(hf_tokenizer), **shape, bos_token_id=end, eos_token_id=end))
+    loaded = common.Loaded("own", None, model, hf_tokenizer)
     assert loaded.encode(chat) == ids.tolist()
     assert byte_lengths(hf_tokenizer)[ids].sum() == len(chat)
+    sample.generate(loaded, chat, sample.arguments().parse_args(["--max_new_tokens", "1"]))
+    assert chat in capsys.readouterr().out, "a sample shows them"
 
 
 def test_transformers_loads_model_and_tokenizer_from_the_checkpoint(trained_run):
