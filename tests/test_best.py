@@ -232,11 +232,32 @@ def test_the_speed_of_a_size_that_only_the_trials_make_the_best_is_measured(monk
     assert run.tokens == pytest.approx(left() * speed(run.size, batch), rel=0.02), run
 
 
-@pytest.mark.parametrize(("hours", "compiled"), [("0.05", False), ("0.15", True)])
-def test_a_run_on_a_gpu_is_compiled_from_five_minutes_on(hours, compiled, call_here, monkeypatch):
-    fake_runs(monkeypatch, lambda size, batch: 500)
+@pytest.mark.parametrize(
+    ("hours", "timed", "trained"), [("0.05", False, False), ("0.15", False, True), ("0.3", True, True)]
+)
+def test_a_run_on_a_gpu_is_compiled_from_five_minutes_on(hours, timed, trained, call_here, monkeypatch):
+    """And from a quarter of an hour on when its speed is measured, too, which takes a minute or two of compiling."""
+    runs = fake_runs(monkeypatch, lambda size, batch: 500)
     ok(call_here("--text", SHAKESPEARE, "--hours", hours, "--run_name", "gpu", "--dry_run"))
-    assert yaml.safe_load(Path("runs/gpu/recipe.yaml").read_text())["torch_compile"] is compiled
+    assert {run.torch_compile for run in runs if not run.train_hours} == {timed}
+    assert yaml.safe_load(Path("runs/gpu/recipe.yaml").read_text())["torch_compile"] is trained
+
+
+def test_a_run_gets_what_the_search_leaves_without_its_own_start_and_last_checkpoint(call_here, monkeypatch):
+    """Which take as long as the second trial's."""
+    fake_measurements(monkeypatch, 6_000)
+    clock = SimpleNamespace(now=1e9)
+    monkeypatch.setattr(best.time, "time", lambda: clock.now)
+    measure_loss = best.measure_loss
+
+    def measure_loss_slowly(*arguments):
+        clock.now += 30
+        return measure_loss(*arguments) + 12
+
+    monkeypatch.setattr(best, "measure_loss", measure_loss_slowly)
+    ok(call_here("--text", SHAKESPEARE, "--hours", "0.05", "--run_name", "rest", "--dry_run"))
+    hours = yaml.safe_load(Path("runs/rest/recipe.yaml").read_text())["train_hours"]
+    assert 3600 * hours == pytest.approx(180 - 2 * 30 - 12, abs=0.2)
 
 
 def test_a_run_that_its_text_ends_early_is_not_compiled(call_here, monkeypatch):
