@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import psutil
 import torch
+import yaml
 
 from recipe.utils.errors import UserError
 
@@ -24,80 +25,18 @@ CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of the container, by Linux's contr
 
 
 class DataSheet(NamedTuple):
-    """A GPU or a TPU device: its dense bf16 (or fp16, if it has no bf16) peak in FLOP/s with fp32 accumulation, its
-    memory in 10^9 bytes, and whether it has bf16."""
+    """What devices.yaml says of a GPU or a TPU device, with the peak in FLOP/s."""
 
     peak: float
     memory: float
     bf16: bool = True
 
 
-# From the vendors' data sheets. The peak of any other device is not guessed from a similar name: a laptop's GPU, a
-# slice of a GPU or its "D" edition has almost the same one (see `known_name`). A GPU sold with several sizes of memory
-# is listed with one of them; "A100 40GB" and "V100 32GB" are for dry runs only. A chip of TPU v2 or v3 is two devices,
-# each with half of its memory; a chip of a later generation is one device.
+# The peak of a device that is not listed is not guessed from a similar name: a laptop's GPU, a slice of a GPU or its
+# "D" edition has almost the same one (see `known_name`).
 DEVICES = {
-    "B200": DataSheet(2250e12, 180),
-    "GH200": DataSheet(989e12, 96),
-    "H200": DataSheet(989e12, 141),
-    "H100": DataSheet(989e12, 80),
-    "H100 PCIE": DataSheet(756e12, 80),
-    "A100": DataSheet(312e12, 80),
-    "A100 40GB": DataSheet(312e12, 40),
-    "A100 PCIE": DataSheet(312e12, 80),
-    "A40": DataSheet(149.7e12, 48),
-    "A10": DataSheet(125e12, 24),
-    "A10G": DataSheet(70e12, 24),
-    "L40S": DataSheet(362e12, 48),
-    "L40": DataSheet(181e12, 48),
-    "L4": DataSheet(121e12, 24),
-    "A30": DataSheet(165e12, 24),
-    "H20": DataSheet(148e12, 96),
-    "T4": DataSheet(65e12, 16, bf16=False),
-    "V100": DataSheet(125e12, 16, bf16=False),
-    "V100 32GB": DataSheet(125e12, 32, bf16=False),
-    # Nvidia's papers on GA102, AD102 and RTX Blackwell. For a GeForce that they do not list: multiprocessors x 512 FLOP
-    # x boost clock, which gives their figures for the others.
-    "RTX A6000": DataSheet(154.8e12, 48),
-    "RTX 6000 ADA": DataSheet(364.2e12, 48),
-    "RTX PRO 6000": DataSheet(503.8e12, 96),
-    "RTX 5090": DataSheet(209.5e12, 32),
-    "RTX 5080": DataSheet(112.6e12, 16),
-    "RTX 5070 TI": DataSheet(87.9e12, 16),
-    "RTX 5070": DataSheet(61.7e12, 12),
-    "RTX 5060 TI": DataSheet(47.4e12, 16),
-    "RTX 5060": DataSheet(38.4e12, 8),
-    "RTX 4090": DataSheet(165.2e12, 24),
-    "RTX 4080 SUPER": DataSheet(104.4e12, 16),
-    "RTX 4080": DataSheet(97.5e12, 16),
-    "RTX 4070 TI SUPER": DataSheet(88.2e12, 16),
-    "RTX 4070 TI": DataSheet(80.2e12, 12),
-    "RTX 4070 SUPER": DataSheet(71e12, 12),
-    "RTX 4070": DataSheet(58.3e12, 12),
-    "RTX 4060 TI": DataSheet(44.1e12, 8),
-    "RTX 4060": DataSheet(30.2e12, 8),
-    "RTX 3090 TI": DataSheet(80e12, 24),
-    "RTX 3090": DataSheet(71e12, 24),
-    "RTX 3080 TI": DataSheet(68.2e12, 12),
-    "RTX 3080": DataSheet(59.5e12, 10),
-    "RTX 3070 TI": DataSheet(43.5e12, 8),
-    "RTX 3070": DataSheet(40.6e12, 8),
-    "RTX 3060 TI": DataSheet(32.4e12, 8),
-    "RTX 3060": DataSheet(25.5e12, 12),
-    "MI300X": DataSheet(1307.4e12, 192),
-    # Apple's own fp32 figures, from its presentations of November 2020, October 2021 and June 2022; it has published
-    # none for later chips. The memory is shared with the processor.
-    "M1": DataSheet(2.6e12, 16),
-    "M1 PRO": DataSheet(5.2e12, 32),
-    "M1 MAX": DataSheet(10.4e12, 64),
-    "M2": DataSheet(3.6e12, 24),
-    # Google's pages on each generation, docs.cloud.google.com/tpu
-    "TPU V2": DataSheet(22.5e12, 8),
-    "TPU V3": DataSheet(61.5e12, 16),
-    "TPU V4": DataSheet(275e12, 32),
-    "TPU V5E": DataSheet(197e12, 16),
-    "TPU V5P": DataSheet(459e12, 95),
-    "TPU V6E": DataSheet(918e12, 32),
+    name: DataSheet(1e12 * sheet["peak"], sheet["memory"], sheet.get("bf16", True))
+    for name, sheet in yaml.safe_load(Path(__file__).with_name("devices.yaml").read_text()).items()
 }
 # Parts of a device's name that do not identify the model: vendor, socket, edition, size of a job; and memory.
 _NAME_EXTRAS = re.compile(
