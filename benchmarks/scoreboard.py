@@ -118,7 +118,7 @@ def measure(arguments: argparse.Namespace, directory: Path) -> Iterator[dict]:
 
 
 def published_rows() -> list[dict]:
-    """The rows of eval/published.py with the keys of COLUMNS; `gain` is over the first row of the same source."""
+    """The published speeds with the keys of COLUMNS; `gain` is over the first row of the same source."""
     rows = []
     for source in SPEED_SOURCES:
         runs = [run for run in (*SLOWER, *SPEEDS) if run.run == source]

@@ -538,7 +538,7 @@ def test_the_log_says_how_far_the_law_holds_for_a_text_that_it_was_not_fitted_to
 @pytest.mark.parametrize(
     ("size", "tokens", "unique", "token_bytes", "loss"),
     [
-        ((12, 768), 10.26e9, math.inf, 4.4, 3.272),  # llm.c on FineWeb, eval/published.py
+        ((12, 768), 10.26e9, math.inf, 4.4, 3.272),  # llm.c on FineWeb, eval/data/published.yaml
         ((12, 768), 50e9, 9e9, 4.4, 2.901),  # OpenWebText
         ((10, 512), 201.7e6, 40.4e6, 4.2, 3.957),  # books and Wikipedia on an H200
         ((4, 128), 1.02e6, 6.39e6, 3.3, 4.739),  # Linux's documentation, as in scaling.json

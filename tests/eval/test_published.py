@@ -1,4 +1,4 @@
-"""Figures that others published are in eval/published.py, with their sources, and nowhere else."""
+"""Figures that others published are in eval/data/published.yaml, with their sources, and nowhere else."""
 
 import json
 import re
@@ -54,7 +54,7 @@ def test_the_page_has_every_published_figure_with_its_source():
 
 
 def test_no_page_quotes_a_figure_that_is_not_in_the_file():
-    sources = (ROOT / "eval" / "published.py").read_text() + "\n".join(tables())
+    sources = (ROOT / "eval" / "data" / "published.yaml").read_text() + "\n".join(tables())
     unsourced = []
     for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
         if page.name in ("log.md", "elsewhere.md"):  # measurements of this project
