@@ -221,7 +221,9 @@ def _problem_of(model: Any, tokenizer: Any, info: dict) -> str:
         return "no tokenizer files, such as tokenizer.json, beside the weights"
     if missing_keys := sorted(info["missing_keys"]):
         return f"the file lacks {len(missing_keys)} of the model's weights, among them {missing_keys[0]}"
-    if damaged := next((key for key, weight in model.named_parameters() if is_damaged(weight)), ""):
+    # torch cannot tell of eight bits whether they are finite
+    wide = ((name, weight) for name, weight in model.named_parameters() if weight.element_size() > 1)
+    if damaged := next((name for name, weight in wide if not weight.isfinite().all()), ""):
         return f"{damaged} has values that are NaN or infinite: the model has diverged"
     n_embeddings, n_tokens = len(model.get_input_embeddings().weight), tokenizer.vocab_size  # without added tokens
     if n_tokens > n_embeddings:
@@ -236,11 +238,6 @@ def _is_causal(model: Any) -> bool:
     with torch.inference_mode():
         first, second = model.eval()(torch.tensor([[0, 0], [0, 1]]), use_cache=False).logits[:, 0].float()
     return torch.allclose(first, second, rtol=1e-3, atol=1e-3 * float(first.abs().max()))
-
-
-def is_damaged(weight: torch.Tensor) -> bool:
-    """Whether a value is NaN or infinite; of eight bits, where torch cannot tell, it is taken for sound."""
-    return weight.element_size() > 1 and not bool(weight.isfinite().all())
 
 
 def hub_problem() -> str:

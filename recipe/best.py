@@ -289,7 +289,8 @@ def try_sizes(forecaster: Forecaster, left: Callable[[float], float], flags: lis
             measured.add(run)
             measure_speed(forecaster, best, flags, seconds > max(MIN_TIMED_COMPILED_S, compiled_s))
 
-    trials_s, overhead = trial_seconds(left(0.0)), 0.0
+    seconds, overhead = left(0.0), 0.0
+    trials_s = [min(MAX_TRIAL_S, share * seconds) for share in TRIAL_SHARES]
     measure_speeds(sum(trials_s))  # without the trials' time, which may make a smaller size the best
     best = forecaster.best(left(sum(trials_s)))
     for trial_s in trials_s:
@@ -302,11 +303,6 @@ def min_compiled_seconds(strategy: Strategy) -> float:
     """Seconds of a run from which compiling it pays: on an H200 that took half a minute and made it a fifth faster
     (docs/log.md)."""
     return 300 if strategy.device.type == "cuda" else 3600
-
-
-def trial_seconds(seconds: float) -> list[float]:
-    """Seconds of training in each trial, for a run of `seconds` that includes the trials."""
-    return [min(MAX_TRIAL_S, share * seconds) for share in TRIAL_SHARES]
 
 
 def measure_speed(forecaster: Forecaster, forecast: Forecast, flags: list[str], torch_compile: bool) -> None:

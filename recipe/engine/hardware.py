@@ -207,11 +207,6 @@ def compile_graph(model: torch.nn.Module, mode: str) -> None:
     model.compile(dynamic=False, mode="max-autotune-no-cudagraphs" if mode == "max-autotune" else "default")
 
 
-def cores_in_use() -> float:
-    """How many of this machine's cores are busy, measured for 0.2 seconds, in which this thread sleeps."""
-    return psutil.cpu_percent(interval=0.2) / 100 * (os.cpu_count() or 1)
-
-
 def tune_cpu(local_world_size: int) -> None:
     """Configures threads and allocator for training on a CPU with `local_world_size` processes on this node.
 

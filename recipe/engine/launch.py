@@ -82,12 +82,6 @@ def max_restarts() -> int:
     return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
 
 
-def _lost_peer(error: Exception) -> str:
-    """What gloo or NCCL reports of the loss of another process; empty for other errors."""
-    match = _LOST_PEER.search(str(error))
-    return (match["gloo"] or match["nccl"]) if match else ""
-
-
 def fail(error: Exception) -> int:
     """Prints an error on standard error, once a node, and returns the exit code; one of several processes ends with
     that code instead of returning. Re-raises `error` unless it is a UserError, an OSError or the loss of a process.
@@ -101,9 +95,10 @@ def fail(error: Exception) -> int:
     message, code = f"error: {error}", ExitCode.USER_ERROR
     is_distributed = int(os.environ.get("WORLD_SIZE", 1)) > 1
     if not isinstance(error, UserError | OSError):
-        if not (is_distributed and (cause := _lost_peer(error))):  # with one process it was some other connection
+        lost_peer = _LOST_PEER.search(str(error))
+        if not (is_distributed and lost_peer):  # with one process it was some other connection
             raise error
-        message, code = _LOST.format(cause), ExitCode.RUN_AGAIN
+        message, code = _LOST.format(lost_peer["gloo"] or lost_peer["nccl"]), ExitCode.RUN_AGAIN
     if is_distributed and not is_local_main_process():
         if StopSignal.received and code == ExitCode.RUN_AGAIN:  # the launcher is ending all of them: that lost the peer
             os._exit(code)

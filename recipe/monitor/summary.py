@@ -7,9 +7,10 @@ import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import psutil
+
 from recipe.checkpoint.format import checkpoints
 from recipe.config import MIXTURE_PERIOD, ROOT, BatchPlan, Config, data_sets
-from recipe.engine import hardware
 from recipe.engine.launch import has_torch_tpu, has_tpu
 from recipe.engine.strategy import Strategy
 from recipe.estimate.cost import expected_flops
@@ -170,9 +171,9 @@ def _launch_notes(strategy: Strategy) -> Iterator[str]:
 
 def _device_notes(config: Config, strategy: Strategy) -> Iterator[str]:
     """Hardware that is busy or idle, and what this run does not use of it."""
-    device = strategy.device
-    if device.type == "cpu" and (busy := hardware.cores_in_use()) > 0.5:
-        yield f"other programs use {busy:.1f} of {os.cpu_count()} cores, which slows this run"
+    device, cores = strategy.device, os.cpu_count() or 1
+    if device.type == "cpu" and (busy := cores * psutil.cpu_percent(interval=0.2) / 100) > 0.5:  # while this one sleeps
+        yield f"other programs use {busy:.1f} of {cores} cores, which slows this run"
     if device.type == "cpu" and (has_tpu() or has_torch_tpu()):
         yield "this machine's TPU is idle; accelerate_configs/tpu.yaml uses it"
     if config.run.torch_compile and strategy.runtime.no_compile:
