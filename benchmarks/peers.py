@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks import report
-from benchmarks.runs import Run, Void, device, interleave, shards, speed_ratio, trainer
+from benchmarks.runs import Run, Void, device, shards, speeds_in_turns, trainer
 from recipe.config import parse_config
 from recipe.engine import hardware
 from recipe.utils.errors import ArgumentParser, UserError
@@ -56,9 +56,8 @@ def contenders(precision: str, nanogpt: str, on_cpu: bool) -> list[Peer]:
 
 
 def compare(recipe_run: Run, peer_run: Run, rounds: int, seconds: float, tolerance: float) -> dict:
-    """Returns our speed over the peer's (`speed_ratio`), tokens_per_second and peak_memory_bytes of both, and
-    losses_apart, the largest difference over the first steps in nats. Raises Void if a run fails, or the losses differ
-    by more than `tolerance`."""
+    """Returns `speeds_in_turns`, peak_memory_bytes of both, and losses_apart, the largest difference over the first
+    steps in nats. Raises Void if a run fails, or the losses differ by more than `tolerance`."""
     for run in (peer_run, recipe_run):
         run.turn(0, min_steps=COMPARED_STEPS)
     # A line's loss is the mean over its steps; a non-finite one is null in our metrics.jsonl. A plain max may skip NaN.
@@ -69,9 +68,7 @@ def compare(recipe_run: Run, peer_run: Run, rounds: int, seconds: float, toleran
     difference = max((abs(x - y) for x, y in zip(*losses, strict=True)), key=lambda nats: (math.isnan(nats), nats))
     if not difference <= tolerance:  # also NaN
         raise Void(f"losses differ by {difference:.3g} nats")
-    rates = interleave({"ours": partial(recipe_run.turn, seconds), "peer": partial(peer_run.turn, seconds)}, rounds)
-    return speed_ratio(rates["ours"], rates["peer"]) | {
-        "tokens_per_second": rates,
+    return speeds_in_turns(partial(recipe_run.turn, seconds), partial(peer_run.turn, seconds), rounds) | {
         "peak_memory_bytes": [run.lines[-1]["peak_memory_bytes"] for run in (recipe_run, peer_run)],
         "losses_apart": difference,
     }

@@ -126,20 +126,17 @@ def train_to_end(fields: dict) -> int:
     return code
 
 
-def interleave(turns: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """The results of each run's two turns per round, A B B A. Results at the same index are neighbors in time, so that
-    a drift of the machine's speed cancels in their ratio."""
-    results = {name: [] for name in turns}
+def speeds_in_turns(our_turn: Callable[[], float], peer_turn: Callable[[], float], rounds: int) -> dict:
+    """tokens_per_second of both, whose turns are A B B A in each round; and our speed over the peer's: ratio, the
+    median over neighbors in time, in which a drift of the machine's speed cancels, and its range, low and high."""
+    ours, peer = [], []
     for _ in range(rounds):
-        for name in [*turns, *reversed(turns)]:
-            results[name].append(turns[name]())
-    return results
-
-
-def speed_ratio(rates: list[float], peer_rates: list[float]) -> dict[str, float]:
-    """The speed over the peer's: ratio, the median over neighbors in time, and its range, low and high."""
-    ratios = [rate / peer_rate for rate, peer_rate in zip(rates, peer_rates, strict=True)]
-    return {"ratio": statistics.median(ratios), "low": min(ratios), "high": max(ratios)}
+        ours.append(our_turn())
+        peer += [peer_turn(), peer_turn()]
+        ours.append(our_turn())
+    ratios = [rate / peer_rate for rate, peer_rate in zip(ours, peer, strict=True)]
+    speeds = {"ratio": statistics.median(ratios), "low": min(ratios), "high": max(ratios)}
+    return speeds | {"tokens_per_second": {"ours": ours, "peer": peer}}
 
 
 def trainer(processes: int = 1, omitted: Sequence[str] = ()) -> list:

@@ -10,7 +10,7 @@ import torch
 from benchmarks import __main__ as bench
 from benchmarks import peers, runs, scoreboard
 from benchmarks.peer import transformers_model
-from benchmarks.runs import Run, Void, interleave, speed_ratio, trainer
+from benchmarks.runs import Run, Void, speeds_in_turns, trainer
 from recipe.config import parse_config
 from tests import processes as programs
 
@@ -92,10 +92,10 @@ def test_the_compiled_peer_is_one_graph():
 def test_ratios_are_of_neighbors_in_time():
     # The machine's speed halves midway, which changes a ratio of means but not the ratios of pairs.
     clock = iter([2.0, 1.0, 1.1, 2.2, 1.0, 0.5, 0.5, 1.3])
-    rates = interleave({"ours": lambda: next(clock), "peer": lambda: next(clock)}, rounds=2)
+    speeds = speeds_in_turns(lambda: next(clock), lambda: next(clock), rounds=2)
+    rates = speeds.pop("tokens_per_second")
     assert rates == {"ours": [2.0, 2.2, 1.0, 1.3], "peer": [1.0, 1.1, 0.5, 0.5]}  # A B B A
-    ratio = speed_ratio(rates["ours"], rates["peer"])
-    assert ratio == pytest.approx({"ratio": 2.0, "low": 2.0, "high": 2.6})
+    assert speeds == pytest.approx({"ratio": 2.0, "low": 2.0, "high": 2.6})
 
 
 SEEN: list[dict] = []  # the fields of each run, and the optimizations that its program omits
