@@ -1,6 +1,7 @@
 """The report's plots: matplotlib figures of one or more runs. A legend names only what is drawn."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -14,26 +15,11 @@ from eval.scores import ci95
 from recipe.utils.units import si
 
 WIDTH = 7.6  # inches
-# Okabe and Ito's palette (jfly.uni-koeln.de/color), distinguishable with any kind of color blindness.
-COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 REFERENCE = {"color": "#333333", "linestyle": "--", "linewidth": 1.1, "zorder": 4, "gid": "reference"}
 OPENAI = {"color": "#222222", "linestyle": ":", "linewidth": 1.1, "gid": "openai"}
 TIMES = {"seconds": 1, "minutes": 60, "hours": 3600}
 TRAINING = {"tokens_per_second": "(b) tokens/s", "learning_rate": "(c) learning rate", "grad_norm": "(d) gradient norm"}
-# matplotlib's settings for drawing and saving.
-RC_PARAMS = {
-    "font.size": 9,
-    "axes.titlesize": 9,
-    "axes.titlelocation": "left",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "grid.color": "#e6e6e6",
-    "axes.axisbelow": True,
-    "legend.frameon": False,
-    "lines.markersize": 3,
-    "text.parse_math": False,  # a $ in a run's name is a $
-}
+STYLE = Path(__file__).parent / "data" / "report.mplstyle"
 
 
 @dataclass(frozen=True)
@@ -47,7 +33,7 @@ class Plot:
 
 
 def draw_plots(runs: list[Run], references: list[Reference]) -> list[Plot]:
-    """All plots for which the runs have data. Call this and save the figures within RC_PARAMS."""
+    """All plots for which the runs have data. Call this and save the figures within STYLE."""
     plots = {"loss": (draw_loss, 2), "training": (draw_training, 4)}
     if any(len(run.series("hellaswag_llmc_acc_norm")[0]) for run in runs):
         plots["hellaswag"] = draw_hellaswag, 2
@@ -77,7 +63,7 @@ def draw_loss(panels: np.ndarray, runs: list[Run], references: list[Reference]) 
             axes.axhline(loss, label=f"OpenAI's GPT-2 {size} on {dataset}: {loss:.3f}", **OPENAI)
         for i, run in enumerate(runs):
             (x, y), (val_x, val) = run.series("loss"), run.series("val_loss")
-            color = COLORS[i % len(COLORS)]
+            color = f"C{i}"
             axes.plot(x, y, linewidth=0.5, alpha=0.3, gid=f"{i}-loss", color=color)
             axes.plot(x, smooth(y), linewidth=1.1, alpha=0.8, label=f"{run.name}, training", color=color)
             axes.plot(val_x, val, "o-", label=f"{run.name}, validation", gid=f"{i}-val_loss", color=color)
@@ -108,7 +94,7 @@ def draw_training(panels: np.ndarray, runs: list[Run], _: list[Reference]) -> tu
     late_losses: list[float] = []  # after a twentieth of the time: the first panel's range
     unit, seconds = [item for item in TIMES.items() if item[1] <= max(1, *(run.seconds for run in runs))][-1]
     for i, run in enumerate(runs):
-        line = {"color": COLORS[i % len(COLORS)], "linewidth": 1.0}
+        line = {"color": f"C{i}", "linewidth": 1.0}
         for column, options in (("loss", {}), ("val_loss", {"marker": "o", "label": run.name})):
             x, y = run.series(column, "seconds")
             time_axes.plot(x / seconds, y if options else smooth(y), gid=f"{i}-{column}-by-time", **line | options)
@@ -137,7 +123,7 @@ def draw_hellaswag(panels: np.ndarray, runs: list[Run], references: list[Referen
             x, accuracy, rows = run.hellaswag(style)
             half_width = np.array([ci95(p, int(n)) for p, n in zip(accuracy, rows, strict=True)])
             counts.update(rows.astype(int).tolist())
-            color = COLORS[i % len(COLORS)]
+            color = f"C{i}"
             axes.plot(x, accuracy, "o-", label=run.name, gid=f"{i}-hellaswag", color=color)
             axes.fill_between(x, accuracy - half_width, accuracy + half_width, color=color, alpha=0.1)
         for r in references:

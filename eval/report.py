@@ -49,7 +49,7 @@ def write_report(runs: list[Run], out: Path, dpi: int = 150) -> list[list[Findin
     findings = [diagnose(run, references) for run in runs]
     comparable = [r for r in references if any(find_reference(run, [r]) and not r.differences(run) for run in runs)]
     images = []
-    with matplotlib.style.context(plots.RC_PARAMS):
+    with matplotlib.style.context(plots.STYLE):
         for picture in plots.draw_plots(runs, comparable):
             picture.figure.savefig(out / f"{picture.name}.png", dpi=dpi)
             images.append((picture, base64.b64encode((out / f"{picture.name}.png").read_bytes()).decode()))
