@@ -18,8 +18,11 @@ import itertools
 import json
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+import yaml
 
 from benchmarks import report
 from benchmarks.runs import train_to_end
@@ -35,67 +38,17 @@ Curve = list[tuple[int, float]]  # tokens, validation loss
 
 @dataclass(frozen=True)
 class Size:
-    """A model, the length of its runs, and how its optimizers are tuned.
-
-    Attributes:
-        recipe: the run's fields.
-        steps: of AdamW's runs.
-        start: optimizer -> the fields from which tuning starts; "warmup" is a fraction of the steps.
-        search: optimizer -> the tuned fields, each with its values in order; no values: factors of two.
-        seeds: of the runs with the best settings; the search uses the first.
-    """
+    """A model, the length of its runs, and how its optimizers are tuned: an entry of optimizers.yaml."""
 
     recipe: dict
     steps: int
     start: dict[str, Fields]
-    search: dict[str, dict[str, tuple[float, ...]]]
-    seeds: tuple[int, ...] = (1, 2)
+    search: dict[str, dict[str, list[float]]]
+    seeds: Sequence[int] = (1, 2)
 
 
-# For a CPU.
-SMALL = {"n_positions": 128, "sequence_length": 128, "total_batch_tokens": 4096, "micro_batch_size": 32}
-SMALL |= {"eval_tokens": 131072, "torch_compile": False}
-START = {
-    "adamw": {
-        "learning_rate": 1.2e-2,
-        "matrix_learning_rate": 7.5e-4,
-        "warmup": 0.4,
-        "adam_beta2": 0.99,
-        "weight_decay": 0.1,
-    },
-    "muon": {
-        "muon_learning_rate": 0.02,
-        "learning_rate": 1.2e-2,
-        "adam_beta1": 0.8,
-        "adam_beta2": 0.99,
-        "warmup": 0.05,
-    },
-}
-SEARCH: dict[str, dict[str, tuple[float, ...]]] = {
-    "adamw": {
-        "learning_rate": (),
-        "warmup": (0.1, 0.2, 0.4, 0.6),
-        "adam_beta2": (0.95, 0.99, 0.995),
-        "weight_decay": (0.01, 0.1, 0.3, 1.0),
-        "matrix_learning_rate": (),
-    },
-    "muon": {"muon_learning_rate": (), "learning_rate": (), "adam_beta1": (0.8, 0.9), "adam_beta2": (0.95, 0.99)},
-}
 SIZES = {
-    "4x128": Size(SMALL | {"n_layer": 4, "n_head": 4, "n_embd": 128}, 1000, START, SEARCH),
-    # Muon keeps the values tuned for 4x128, which can only favor AdamW.
-    "6x192": Size(SMALL | {"n_layer": 6, "n_head": 6, "n_embd": 192}, 1000, START, {"adamw": SEARCH["adamw"]}),
-    # For a GPU: 42 M tokens per run. The rates are modded-nanogpt's, not tuned; the other values were tuned at 4x128.
-    "gpt2": Size(
-        {"total_batch_tokens": 65536, "micro_batch_size": "auto", "eval_tokens": 327680, "torch_compile": True},
-        640,
-        {
-            "adamw": {"learning_rate": 3.6e-3, "matrix_learning_rate": 1e-3, "warmup": 0.4, "adam_beta2": 0.99},
-            "muon": {"muon_learning_rate": 0.02, "learning_rate": 3.6e-3, "adam_beta1": 0.8, "warmup": 0.05},
-        },
-        search={},
-        seeds=(1,),
-    ),
+    name: Size(**fields) for name, fields in yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text()).items()
 }
 SCHEDULE = {"lr_scheduler_type": "wsd", "decay_fraction": 0.7, "weight_decay": 0.1}
 
@@ -167,7 +120,7 @@ def tune(runs: Runs, optimizer: str) -> Fields:
     return fields
 
 
-def neighbor(value: float, values: tuple[float, ...], step: int) -> float | None:
+def neighbor(value: float, values: Sequence[float], step: int) -> float | None:
     """The value one step (1 or -1) from this one, a factor of two without `values`; None beyond their end."""
     if not values:
         return value * 2.0**step
