@@ -21,12 +21,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("path", type=Path, nargs="?", metavar="DIR", help=path_help)
     try:
         path = parser.parse_args(argv).path or newest_run()
+        paths = [path] if (path / "manifest.json").exists() else checkpoints(path)
+        if not paths:
+            raise UserError(f"{path}: no checkpoint there; name a run, such as runs/shakespeare")
     except UserError as error:
         return fail(error)
-    paths = [path] if (path / "manifest.json").exists() else checkpoints(path)
-    if not paths:
-        print(f"error: {path}: no checkpoint there; name a run, such as runs/shakespeare", file=sys.stderr)
-        return ExitCode.USER_ERROR
     damaged_count = sum(_report(path) for path in paths)
     return 1 if damaged_count else ExitCode.DONE
 

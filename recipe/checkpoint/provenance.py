@@ -23,15 +23,8 @@ logger = logging.getLogger(__name__)
 _MAX_FILES = 10  # of a local text whose names are recorded
 # Packages whose versions may affect a run's numbers.
 _PACKAGES = (
-    "torch",
-    "transformers",
-    "accelerate",
-    "deepspeed",
-    "torch_tpu",
-    "torch_xla",
-    "datasets",
-    "tiktoken",
-    "safetensors",
+    *("torch", "transformers", "accelerate", "deepspeed", "torch_tpu", "torch_xla"),
+    *("datasets", "tiktoken", "safetensors"),
 )
 # Fields that do not affect a run's numbers; a change of one does not start a new part.
 _IGNORED = HARMLESS - {"run_name"} | {"report_to", "push_to_hub", "hub_model_id", "hub_private_repo", "hub_license"}

@@ -147,16 +147,10 @@ def _open_prepared(data: DataConfig, settings: tuple[int, ...], sequences: float
     logger.info("data       %s: %s; validation %s%s", data.dataset_name, *sizes, kind)
     datasets = TokenDataset(train, *settings), TokenDataset(val, *settings)
     if sequences and (windows := datasets[0].windows):
-        epochs, is_repetitive = sequences / windows, sequences >= 4 * windows
-        # Muennighoff et al. (2023)
-        note = "; from four on, more text helps more than more steps" if is_repetitive else ""
-        logger.log(
-            logging.WARNING if is_repetitive else logging.INFO,
-            "epochs     %.3g over %s%s",
-            epochs,
-            data.dataset_name,
-            note,
-        )
+        level, note, epochs = logging.INFO, "", sequences / windows
+        if epochs >= 4:  # Muennighoff et al. (2023)
+            level, note = logging.WARNING, "; from four on, more text helps more than more steps"
+        logger.log(level, "epochs     %.3g over %s%s", epochs, data.dataset_name, note)
     return datasets
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from recipe.checkpoint.format import checkpoints
+from recipe.checkpoint.format import checkpoint_path, checkpoints
 from recipe.config import MIXTURE_PERIOD, ROOT, BatchPlan, Config, data_sets
 from recipe.engine.launch import has_torch_tpu, has_tpu
 from recipe.engine.strategy import Strategy
@@ -232,13 +232,13 @@ def outcome(config: Config, metrics: Metrics, val_loss: float) -> Iterator[str]:
     yield f"done       {si(tokens, 'B')} tokens in {steps:,} steps; validation loss {val_loss:.4f}"
     best_step = min(losses, key=lambda step: losses[step], default=steps)
     if best_step < steps:
-        not_saved = "" if (run_dir / f"step_{best_step:08d}").is_dir() else " (not saved)"
+        not_saved = "" if checkpoint_path(run_dir, best_step).is_dir() else " (not saved)"
         yield f"best       validation loss {losses[best_step]:.4f} at step {best_step:,}{not_saved}"
     pauses = f"; {duration(metrics.pauses)} more for validation, saving and the like" if metrics.pauses >= 1 else ""
     rate = tokens / max(metrics.seconds, 1e-9)
     yield f"took       {duration(metrics.seconds)} of training, {rate:,.0f} tokens/s{pauses}"
     yield "next       load it, continue a text, see the curves, or make a directory to share:"
-    yield f"  transformers.AutoModelForCausalLM.from_pretrained({str(run_dir / f'step_{steps:08d}')!r})"
+    yield f"  transformers.AutoModelForCausalLM.from_pretrained({str(checkpoint_path(run_dir, steps))!r})"
     make, run = _words_for_make(run_dir)
     yield from (f"  {make} sample MODEL={run}", f"  {make} report RUN={run}", f"  {make} export RUN={run}")
 
