@@ -43,7 +43,6 @@ def model_card(checkpoint: Path, *, repo: str = "", license: str = "", audit: bo
     last_line = next((line for line in reversed(lines) if line["step"] == step), {})
     results = redacted(own_results(checkpoint))
     scores = all_scores({"run": {"scores": [*_run_scores(last_line, config, texts)]}} | results)
-    comparison = _comparison(results["compare"]) if "compare" in results else None
     name = config["run_name"] or repo.rpartition("/")[2] or "model"
     init = parts[0].get("init_from")
     complete = [score for score in scores if score["complete"]]
@@ -60,24 +59,24 @@ def model_card(checkpoint: Path, *, repo: str = "", license: str = "", audit: bo
         eval_results=[_entry(score) for score in complete] or None,
     )
     preflight = _preflight(checkpoint, parts[-1])
-    headings = [f"Data: {plain(text['name'])}" if len(texts) > 1 else "Data" for text in texts]
+    headings = [f"Data: {text['name']}" if len(texts) > 1 else "Data" for text in texts]
     tables = [(heading, _data_rows(state, text)) for heading, text in zip(headings, texts, strict=True)]
     tables += [("Training", _training_rows(state, lines, preflight)), ("Code", _code_rows(config, parts[-1]))]
     card = ModelCard.from_template(
         data,
         template_path=str(_TEMPLATE),
-        title=plain(name),
+        plain=plain,
+        title=name,
         summary=_summary(state, texts),
         path=repo or "path/to/this/directory",
         positions=config["n_positions"],
-        end_of_text=[plain(state["tokenizer"][name]) for name in ("end_of_text", "end_of_text_token")],
+        tokenizer=state["tokenizer"],
         documents=not any(source.get("shards") for source in entries_in(parts[-1]["data"])),
-        scores=[[plain(cell) for cell in table_row(score)] for score in scores],
-        comparison=comparison,
+        scores=[table_row(score) for score in scores],
+        comparison=results.get("compare"),
+        comparison_row=comparison_row,
         audit=repo if audit else "",
-        tables=[
-            (title, [(plain(k), plain(v)) for k, v in rows.items() if v not in (None, "")]) for title, rows in tables
-        ],
+        tables=tables,
     )
     text = card.content.rstrip() + "\n"
     return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")  # a file name may be in Latin-1
@@ -100,13 +99,6 @@ def _summary(state: dict, texts: list[dict]) -> str:
         f"heads, {model.n_embd} wide, {model.n_positions:,} positions), trained {start} on {state['tokens']:,} tokens "
         f"of {', '.join(links)}: the weights after step {state['step']:,}.{note}"
     )
-
-
-def _comparison(result: dict) -> dict:
-    """The output of eval/compare.py, escaped for Markdown."""
-    rows = [[plain(cell) for cell in comparison_row(row)] for row in result["rows"]]
-    samples = [f"{plain(result['prompt'])} ... {plain(text)}" for text in result["samples"]]
-    return {"other": plain(result["other"]), "rows": rows, "samples": samples}
 
 
 def _run_scores(line: dict, config: dict, texts: list[dict]) -> Iterator[dict]:
