@@ -33,7 +33,7 @@ import yaml
 from recipe.checkpoint.format import Checkpoint, checkpoint_path, files_of, load_checkpoint, state_of, verify
 from recipe.checkpoint.provenance import descends
 from recipe.components import with_vocabulary
-from recipe.config import FIELDS, ROOT, entries_in, hyperparameters, parse_config
+from recipe.config import DEFAULTS, FIELDS, ROOT, entries_in, hyperparameters, parse_config
 from recipe.config.catalog import is_on_hub
 from recipe.data.dataset import check_same_data
 from recipe.engine.launch import fail
@@ -139,7 +139,7 @@ def options_of(interval: Interval, directory: Path, repo: str, flags: list[str])
         sources = values | entry | {"dataset_name": entry.get("train_text") or entry[key]}
         for field in ("dataset_name", "val_data", "init_from", "tokenizer"):
             path = sources.get(field, "")
-            if repo and field not in replaced and path not in ("", FIELDS[field].default) and not is_on_hub(str(path)):
+            if repo and field not in replaced and path not in ("", DEFAULTS[field]) and not is_on_hub(str(path)):
                 problem = f"{field} {path!r} is a path on the computer of {repo}'s author"
                 raise UserError(f"{problem}; name your copy: --flags '--{field} PATH'")
         if repo or data_states[number].get("manifest"):
@@ -158,7 +158,7 @@ def check_config(config: dict, trained_with: dict) -> None:
     """Raises Different if the configuration that a checkpoint shows is not the one that its part was trained with. A
     field that either lacks has its default."""
     for name in dict.fromkeys([*trained_with, *hyperparameters(trained_with)]):
-        default = FIELDS[name].default if name in FIELDS else None
+        default = DEFAULTS.get(name)
         if (value := config.get(name, default)) != (trained_value := trained_with.get(name, default)):
             raise Different(f"the configuration records {name} {value!r}, but training used {trained_value!r}")
 

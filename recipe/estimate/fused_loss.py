@@ -45,13 +45,10 @@ def fused_loss(config: Config, strategy: Strategy) -> tuple[Config, str]:
         line = f"loss       {'' if fused else 'not '}fused, as in the run's newest checkpoint"
         return config.replace(fused_loss=fused), line
     result, problem = _try_kernel(config, strategy)
-    reasons = [
-        reason if rank == 0 else f"process {rank}: {reason}"
-        for rank, reason in enumerate(processes.gather_objects(problem))
-        if reason
-    ]
-    if reasons:
-        return config.replace(fused_loss=False), f"loss       not fused: {reasons[0]}"
+    for rank, reason in enumerate(processes.gather_objects(problem)):
+        if reason:
+            where = f"process {rank}: " if rank else ""
+            return config.replace(fused_loss=False), f"loss       not fused: {where}{reason}"
     return config.replace(fused_loss=True), f"loss       fused kernel, checked on this device: {result}"
 
 
