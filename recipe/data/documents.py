@@ -31,8 +31,9 @@ logger = logging.getLogger(__name__)
 
 PIECE = 1 << 18  # characters; a piece ends at the first safe cut after this many
 MAX_PIECE = 1 << 20
-# No GPT-2 token spans a visible character and a blank after it, so cutting between them does not change the tokens.
-_SAFE_CUT = re.compile(r"\S(?=[ \n])")
+# No token of GPT-2 spans a letter or a digit and a blank after it, so cutting between them does not change the tokens;
+# nor does one of Llama 3, whose punctuation takes line breaks along.
+_SAFE_CUT = re.compile(r"[^\W_](?=[ \n])")
 _BATCH_CHARS = 1 << 17  # characters that a thread tokenizes at once; more if one piece is longer
 _WAY_OUT = (
     "is it complete, and UTF-8? Unpack it, or convert it: a PDF by pdftotext, text by iconv -f ENCODING -t UTF-8 FILE "

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiktoken.load import data_gym_to_mergeable_bpe_ranks
+from tokenizers import Regex, pre_tokenizers
 
 from recipe.data import documents
 from recipe.data.documents import MAX_PIECE, in_pieces
@@ -16,6 +17,16 @@ from tests.conftest import ROOT
 @pytest.fixture(scope="module")
 def gpt2_tokenizer():
     return hf_tokenizer()
+
+
+# The words of Llama 3's tokenizer, in which punctuation takes the line breaks after it.
+LLAMA_3 = pre_tokenizers.Split(
+    Regex(
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+        r"|\s+(?!\S)|\s+"
+    ),
+    "isolated",
+)
 
 
 def test_the_bundled_files_are_read_as_by_tiktoken_but_without_its_cache(tmp_path, monkeypatch):
@@ -31,7 +42,8 @@ def test_the_bundled_files_are_read_as_by_tiktoken_but_without_its_cache(tmp_pat
 
 # Arbitrary characters, and strings that the tokenizer's pattern treats specially
 texts = st.lists(
-    st.text(max_size=20) | st.sampled_from(["'s", " 're", "   ", "\n\n", "\r\n", " \n ", "\u3000", "\x1c", "1²"])
+    st.text(max_size=20)
+    | st.sampled_from(["'s", " 're", "   ", "\n\n", "\r\n", " \n ", "\u3000", "\x1c", "1²", "a!\n", "_\nb"])
 )
 
 
@@ -65,6 +77,8 @@ def test_a_cut_never_changes_the_tokens(text):
         patch.setattr(documents, "PIECE", 2)
         pieces = list(in_pieces(text))
     assert [token for piece in pieces for token in encode(piece).tolist()] == encode(text).tolist()
+    words = [word for piece in pieces for word, _ in LLAMA_3.pre_tokenize_str(piece)]
+    assert words == [word for word, _ in LLAMA_3.pre_tokenize_str(text)], "as many own tokenizers split a text"
 
 
 def test_pieces_of_a_text_without_blanks_are_bounded():
