@@ -59,7 +59,10 @@ class FsdpStrategy(Strategy):
         mesh = init_device_mesh(self.device.type, (self.runtime.processes.world_size,))
         # The root holds the embeddings and the last layer norm: the head reads the embedding too.
         for module in (*model.transformer.h, model):  # one by one: no device ever holds the full model
-            fully_shard(module.to(self.device.torch_device), mesh=mesh, mp_policy=policy)
+            for p in module.to(self.device.torch_device).parameters():
+                if not isinstance(p, DTensor):  # a block's, in the root
+                    torch.distributed.broadcast(p.detach(), src=0)  # as DDP does: a node may have another init_from
+            fully_shard(module, mesh=mesh, mp_policy=policy)
 
     def _wrap(self, model: nn.Module, optimizer: Optimizer, batch: BatchPlan):
         return model, optimizer
