@@ -5,7 +5,7 @@ import logging
 import os
 import socket
 from collections.abc import Generator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from itertools import count
 from pathlib import Path
 
@@ -32,7 +32,8 @@ from recipe.utils.units import some
 logger = logging.getLogger(__name__)
 
 LOCK, OWNER = ".lock", ".owner"
-LOCK_TIMEOUT_S = 5.0  # time for a killed process to disappear
+# Time for a killed process to disappear, and for a file server to drop the lock of a node that died: NFS 4 takes 90 s.
+LOCK_TIMEOUT_S, NODE_LOCK_TIMEOUT_S = 5.0, 180.0
 
 # Names and suffixes that do not make a directory another program's: what a run writes before its first line of
 # metrics, a disk's lost+found, and what people add, such as notes, a recipe or a log.
@@ -65,18 +66,28 @@ def run_directory(path: Path, *, fresh: bool = False) -> Generator[int, None, No
                 fsync(directory.parent)
             descriptor = os.open(target, os.O_RDONLY)
             stack.callback(os.close, descriptor)
-            try:
-                stack.enter_context(FileLock(path / LOCK, timeout=LOCK_TIMEOUT_S))
-            except Timeout:
-                owner = f" ({(path / OWNER).read_text()})" if (path / OWNER).exists() else ""
-                raise UserError(
-                    f"{path}: another run is writing there{owner}; wait for it, stop it (`kill` lets it save a "
-                    "checkpoint), or choose another output_dir"
-                ) from None
+            stack.enter_context(_lock(path))
             stack.callback(_clean_up, path, descriptor)
             replace_file(path / OWNER, f"process {os.getpid()} on {socket.gethostname()}".encode(), flush=False)
             sweep(path)
         yield descriptor
+
+
+def _lock(path: Path) -> AbstractContextManager[FileLock]:
+    """Context: the run's lock, which is already acquired. Raises UserError if another process keeps it."""
+    lock, owner = FileLock(path / LOCK), ""
+    for timeout in (LOCK_TIMEOUT_S, NODE_LOCK_TIMEOUT_S):
+        with suppress(Timeout):
+            return lock.acquire(timeout)
+        owner = (path / OWNER).read_text() if (path / OWNER).exists() else ""
+        if not owner or owner.endswith(f" on {socket.gethostname()}"):
+            break
+        if timeout == LOCK_TIMEOUT_S:
+            logger.info("waiting    up to %g s for the lock of %s, in case that node died", NODE_LOCK_TIMEOUT_S, owner)
+    raise UserError(
+        f"{path}: another run is writing there{f' ({owner})' if owner else ''}; wait for it, stop it (`kill` lets it "
+        "save a checkpoint), or choose another output_dir"
+    )
 
 
 def _clean_up(path: Path, descriptor: int) -> None:

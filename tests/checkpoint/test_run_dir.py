@@ -6,6 +6,7 @@ import re
 import signal
 import socket
 import stat
+import threading
 import time
 from contextlib import nullcontext
 
@@ -60,6 +61,21 @@ def test_the_lock_of_a_dead_process_is_taken_over_at_once(tmp_path, holder):
     with run_directory(tmp_path):
         assert (tmp_path / OWNER).read_text() == f"process {os.getpid()} on {socket.gethostname()}"
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_the_lock_of_another_node_is_waited_for_longer(dies, tmp_path, holder, monkeypatch, caplog):
+    """A file server keeps the lock of a node that has died for a minute or two."""
+    caplog.set_level("INFO")
+    monkeypatch.setattr(module, "LOCK_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(module, "NODE_LOCK_TIMEOUT_S", 30.0 if dies else 0.2)
+    monkeypatch.setattr(socket, "gethostname", lambda: "another")
+    if dies:
+        threading.Timer(0.5, os.kill, (holder, signal.SIGKILL)).start()
+    refused = nullcontext() if dies else pytest.raises(UserError, match=rf"writing there \(process {holder} on ")
+    with refused, run_directory(tmp_path):
+        assert (tmp_path / OWNER).read_text() == f"process {os.getpid()} on another"
+    assert f"s for the lock of process {holder} on " in caplog.text
 
 
 def test_a_link_at_the_owner_file_is_replaced_and_its_target_stays(tmp_path):
