@@ -13,7 +13,6 @@ from pathlib import Path
 import torch
 from accelerate.utils import DistributedType, InitProcessGroupKwargs
 from torch import Tensor, nn
-from torch.distributed import distributed_c10d
 from torch.optim import Optimizer
 
 from recipe.config import ROOT, BatchPlan
@@ -21,7 +20,7 @@ from recipe.engine import hardware
 from recipe.engine.device import local_device
 from recipe.engine.launch import wants
 from recipe.engine.runtime import Runtime
-from recipe.engine.strategy import TIMEOUT, Strategy, processes_of, start_accelerator
+from recipe.engine.strategy import START_TIMEOUT, Strategy, processes_of, set_timeouts, start_accelerator
 from recipe.optim.optimizer import MOMENTS, MUON, state_names
 from recipe.utils.errors import UserError, reading
 
@@ -36,9 +35,10 @@ class ZeroStrategy(Strategy):
         """As Strategy's."""
         cpu = _prepare_environment()
         precision = hardware.resolve_precision(precision, cpu=cpu)
-        handlers = [InitProcessGroupKwargs(timeout=TIMEOUT, **({"backend": "gloo"} if cpu else {}))]
+        handlers = [InitProcessGroupKwargs(timeout=START_TIMEOUT, **({"backend": "gloo"} if cpu else {}))]
         # DeepSpeed takes the precision from its own configuration, which `_wrap` completes.
         accelerator = start_accelerator(precision, "no", handlers, (DistributedType.DEEPSPEED,))
+        set_timeouts()
         stage = accelerator.state.deepspeed_plugin.zero_stage
         runtime = Runtime(processes_of(accelerator), f"zero{stage}")
         device = local_device(accelerator.device, precision, runtime.processes.local_world_size)
@@ -54,8 +54,7 @@ class ZeroStrategy(Strategy):
         assert engine.gradient_accumulation_steps() == batch.accumulation
         assert engine.gradient_clipping() == self._max_grad_norm
         # DeepSpeed's groups have their backend's default timeout, and NCCL's is shorter than a checkpoint may take.
-        for group in distributed_c10d._world.pg_map:
-            distributed_c10d._set_pg_timeout(TIMEOUT, group)
+        set_timeouts()
         self._zero = _Internals(engine)
         if self.runtime.sharding != "zero3":
             self._zero.set_muon_layout(optimizer)

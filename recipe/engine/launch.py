@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, is_torch_xla_available, parse_flag_from_env
 
 from recipe.engine.shutdown import StopSignal
-from recipe.utils.errors import ExitCode, Permanent, UserError, is_transient
+from recipe.utils.errors import ExitCode, Permanent, UserError, first_line, is_transient
 from recipe.utils.redaction import redact
 from recipe.utils.units import plural
 
@@ -82,6 +82,15 @@ def max_restarts() -> int:
     return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
 
 
+def _lost_peer(error: Exception) -> str:
+    """What gloo, NCCL or the store, by which processes find each other, reports of the loss of another process; empty
+    for other errors."""
+    if isinstance(error, torch.distributed.DistStoreError | torch.distributed.DistNetworkError):
+        return first_line(error)
+    match = _LOST_PEER.search(str(error))
+    return (match["gloo"] or match["nccl"]) if match else ""
+
+
 def fail(error: Exception) -> int:
     """Prints an error on standard error, once a node, and returns the exit code; one of several processes ends with
     that code instead of returning. Re-raises `error` unless it is a UserError, an OSError or the loss of a process.
@@ -95,10 +104,9 @@ def fail(error: Exception) -> int:
     message, code = f"error: {error}", ExitCode.USER_ERROR
     is_distributed = int(os.environ.get("WORLD_SIZE", 1)) > 1
     if not isinstance(error, UserError | OSError):
-        lost_peer = _LOST_PEER.search(str(error))
-        if not (is_distributed and lost_peer):  # with one process it was some other connection
+        if not (is_distributed and (cause := _lost_peer(error))):  # with one process it was some other connection
             raise error
-        message, code = _LOST.format(lost_peer["gloo"] or lost_peer["nccl"]), ExitCode.RUN_AGAIN
+        message, code = _LOST.format(cause), ExitCode.RUN_AGAIN
     if is_distributed and not is_local_main_process():
         if StopSignal.received and code == ExitCode.RUN_AGAIN:  # the launcher is ending all of them: that lost the peer
             os._exit(code)
@@ -147,9 +155,14 @@ def check_launch() -> None:
             "WORLD_SIZE is set without LOCAL_WORLD_SIZE, the number of processes on this node; set it too, or use "
             "`accelerate launch`"
         )
+    nodes = int(os.environ.get("GROUP_WORLD_SIZE", 1))  # by torchrun
+    if nodes != (expected := int(os.environ.get("RECIPE_NODES", nodes))):  # by slurm.sbatch
+        raise UserError(
+            f"{nodes} of {expected} nodes found each other. c10d's rendezvous takes a node whose clock is 15 s behind "
+            "for dead: synchronize the nodes' clocks"
+        )
     processes, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
     if processes > 1 and not wants("CPU") and 0 < gpus < processes:
-        nodes = int(os.environ.get("GROUP_WORLD_SIZE", 1))  # by torchrun
         where = f" on each of {nodes} nodes" if nodes > 1 else ""
         raise UserError(f"{processes} processes for {plural(gpus, 'GPU')}{where}: pass --num_processes {gpus * nodes}")
 

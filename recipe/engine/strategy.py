@@ -19,6 +19,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedDataParallelKwargs, DistributedType, InitProcessGroupKwargs
 from torch import Tensor, nn
+from torch.distributed import distributed_c10d
 from torch.optim import Optimizer
 
 from recipe.config import BatchPlan, OptimizerConfig
@@ -32,6 +33,7 @@ from recipe.optim.spike_filter import SpikeFilter
 from recipe.utils.errors import UserError, first_line
 from recipe.utils.processes import Processes
 
+START_TIMEOUT = timedelta(minutes=10)  # until all processes have found each other; their imports take a while
 TIMEOUT = timedelta(minutes=40)  # of a collective; if a process dies, the others end at once, without waiting for this
 
 
@@ -61,9 +63,10 @@ class Strategy:
         precision = hardware.resolve_precision(precision, cpu=wants("CPU"))
         mixed_precision = precision if precision in ("bf16", "fp16") else "no"
         handlers = [DistributedDataParallelKwargs(gradient_as_bucket_view=True)]  # saves one copy of the gradients
-        handlers.append(InitProcessGroupKwargs(timeout=TIMEOUT))
+        handlers.append(InitProcessGroupKwargs(timeout=START_TIMEOUT))
         supported = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
         accelerator = start_accelerator(precision, mixed_precision, handlers, supported)
+        set_timeouts()
         runtime = Runtime(processes_of(accelerator), cls._sharding)
         device = local_device(accelerator.device, precision, runtime.processes.local_world_size)
         return cls(device, runtime, accelerator)
@@ -195,6 +198,14 @@ def start_accelerator(
     accelerator.gradient_accumulation_steps = 1  # the loop itself divides the loss, whatever the environment says
     check_accelerator(accelerator, supported, precision)
     return accelerator
+
+
+def set_timeouts() -> None:
+    """Gives all process groups TIMEOUT, and the store through which they connect."""
+    for group in distributed_c10d._world.pg_map:
+        distributed_c10d._set_pg_timeout(TIMEOUT, group)
+    if torch.distributed.is_initialized():
+        distributed_c10d._get_default_store().set_timeout(TIMEOUT)
 
 
 def processes_of(accelerator: Accelerator) -> Processes:

@@ -130,6 +130,8 @@ def start_processes(multi_host: bool) -> None:
     chips = torch.accelerator.device_count()
     if multi_host and "TPU_WORKER_ID" in os.environ:
         os.environ.setdefault("JOB_COMPLETION_INDEX", os.environ["TPU_WORKER_ID"])  # Kubernetes' name for it
+    if multi_host and not {"JOB_COMPLETION_INDEX", "NODE_RANK"} & os.environ.keys():
+        raise UserError("TPU_WORKER_HOSTNAMES is set without TPU_WORKER_ID, this host's number among them; set it too")
     torch.get_device_module("tpu").distributed.set_tpu_launch_env(nproc_per_node=chips)
     command = [sys.executable, "-c", _TORCHRUN, f"--nproc_per_node={chips}"]
     if multi_host:  # set_tpu_launch_env has set these

@@ -47,12 +47,13 @@ def exit_code(monkeypatch, error: Exception, local_rank: int = 0) -> int:
         (CLOSED, "(Connection closed by peer [10.0.0.2]:5555)"),
         (GLOO + "unbound_buffer.cc:81] Timed out waiting 2400000ms for recv", "(Timed out waiting 2400000ms for recv)"),
         ("NCCL error in: nccl.cpp:1\nncclRemoteError: A call failed.\nLast error:\nremote peer", "(ncclRemoteError)"),
+        (torch.distributed.DistStoreError("wait timeout after 600000ms\nmore"), "(wait timeout after 600000ms)"),
     ],
 )
 def test_the_loss_of_another_process_is_reported_in_a_line(monkeypatch, capsys, error, cause):
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
     monkeypatch.setattr(os, "kill", None)  # not even before the first step: torchrun is to restart it
-    assert exit_code(monkeypatch, RuntimeError(error)) == 75
+    assert exit_code(monkeypatch, RuntimeError(error) if isinstance(error, str) else error) == 75
     stderr = capsys.readouterr().err
     assert stderr.count("\n") == 2  # one of them ends the progress bar
     assert f"or its node, is gone or does not answer {cause}; its own output has the cause" in stderr
@@ -111,6 +112,15 @@ def test_more_processes_than_gpus_are_refused(monkeypatch, nodes, message):
     set_environment(monkeypatch, {"ACCELERATE_USE_CPU": "false", "LOCAL_WORLD_SIZE": "8", "GROUP_WORLD_SIZE": nodes})
     with pytest.raises(UserError, match=f"^{message}$"):
         check_launch()
+
+
+def test_a_node_that_would_train_without_the_others_is_refused(monkeypatch):
+    """As that of a SLURM job whose other node has another time: its share of the devices would train alone."""
+    set_environment(monkeypatch, {"RECIPE_NODES": "2", "GROUP_WORLD_SIZE": "1"})
+    with pytest.raises(UserError, match=r"^1 of 2 nodes found each other.*synchronize the nodes' clocks$"):
+        check_launch()
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
+    check_launch()
 
 
 @pytest.mark.skipif(find_spec("torch_xla") is not None, reason="needs an environment without torch_xla")

@@ -23,6 +23,13 @@ def test_the_line_of_the_readme_without_a_chip_is_an_error():
     assert out.replace("libtpu not found.\n", "") == ""
 
 
+def test_a_host_of_a_pod_without_its_number_is_an_error(monkeypatch):
+    monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "10.0.0.1,10.0.0.2")
+    _, err = launch(LINE.format("tpu-pod"), chips=2).communicate(timeout=300)
+    assert "error: TPU_WORKER_HOSTNAMES is set without TPU_WORKER_ID, this host's number among them; set it" in err
+    assert "Traceback" not in err.partition("error: ")[2].partition("\n")[0]
+
+
 def test_two_chips_stopped_by_sigterm_take_the_steps_of_one_process(shards, on_cpu, tmp_path, capsys):
     """Accelerate's launcher dies of the signal, the inner one passes it on, and the run ends with a checkpoint. One
     chip continues from it, because it starts sooner than two."""
