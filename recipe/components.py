@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from recipe.checkpoint.format import Checkpoint, load_checkpoint, newest_state
+from recipe.checkpoint.format import Checkpoint, load_checkpoint, newest_state, verify
 from recipe.checkpoint.manager import CheckpointManager
 from recipe.checkpoint.provenance import code_sha256
 from recipe.checkpoint.run_dir import check_same_run, continue_from, run_directory, set_aside
@@ -30,7 +30,7 @@ from recipe.model.gpt2 import GPT2LMHeadModel
 from recipe.model.loss import can_fuse
 from recipe.monitor.metrics import Metrics, time_to_decay
 from recipe.optim.optimizer import make_optimizer
-from recipe.utils.checkpoints import val_losses
+from recipe.utils.checkpoints import manifest_of, val_losses
 from recipe.utils.errors import Unreachable, UserError
 from recipe.utils.processes import Processes
 from recipe.utils.redaction import redacted
@@ -172,13 +172,25 @@ def open_run_directory(config: Config, processes: Processes) -> Generator[tuple[
         if path is None:
             yield descriptor, None
             return
-        if processes.anywhere(not path.exists()):
-            raise UserError(f"{path} is not on every node: output_dir must be on a file system that all nodes share")
+        sums = processes.broadcast_object(manifest_of(path) if processes.is_main else None)
+        with processes.shared_error(f"{path} cannot be used"):
+            if not processes.is_main and processes.local_rank == 0:
+                _check_same_checkpoint(path, sums)
         checkpoint = load_checkpoint(path)
         check_same_run(checkpoint.state, flat, open_tokenizer(config.data.tokenizer), run_dir)
         if checkpoint.step < config.optimizer.max_steps:
             logger.info("resume     from step %d (%s)", checkpoint.step, path)
         yield descriptor, checkpoint
+
+
+def _check_same_checkpoint(path: Path, sums: dict) -> None:
+    """Raises UserError if this node does not see, at `path`, the intact checkpoint whose checksums are `sums`."""
+    if not path.exists():  # a file system may show it late: after a restart
+        raise Unreachable(f"{path} is not on every node: output_dir must be on a file system that all nodes share")
+    if problems := verify(path):
+        raise UserError(f"{path} is damaged on this node: {problems[0]}")
+    if manifest_of(path) != sums:
+        raise UserError(f"{path} is another one on this node: output_dir must be on a file system that all nodes share")
 
 
 def is_complete(config: Config, processes: Processes, checkpoint: Checkpoint | None) -> bool:
@@ -266,7 +278,8 @@ def check_same_launch(config: Config, strategy: Strategy) -> None:
     collective call."""
     settings = {k: v for k, v in redacted(config.flat()).items() if k not in _PATH_FIELDS}
     settings["dataset_name's weights"] = [entry.count for entry in data_sets(config.data)]
-    settings |= {"precision": strategy.device.precision, "torch": torch.__version__}
+    launch = strategy.runtime.method
+    settings |= {"launch": launch, "precision": strategy.device.precision, "torch": torch.__version__}
     settings["code"] = code_sha256()[:8]
     rank0 = strategy.runtime.processes.broadcast_object(settings)
     differences = [f"{k} {v!r} here, {rank0.get(k)!r} on rank 0" for k, v in settings.items() if v != rank0.get(k)]

@@ -1,6 +1,7 @@
 """Several nodes: two launchers on one machine that connect over the loopback, and the script for SLURM."""
 
 import itertools
+import json
 import os
 import random
 import shutil
@@ -34,18 +35,20 @@ CPUS = sorted(os.sched_getaffinity(0))[:2] if shutil.which("taskset") else []
 PIPE: dict = {"text": True, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
 
 
-def on_two_nodes(config: str, *arguments: str, folders=(ROOT, ROOT), rendezvous="static", fault=""):
-    """Runs train.py under two launchers with a rank each: [(exit code, output)] of the launchers."""
+def on_two_nodes(*arguments: str, files, folders=(ROOT, ROOT), rendezvous="static", fault=""):
+    """Runs train.py under two launchers with a rank each, with these Accelerate files: [(exit code, output)] of the
+    launchers."""
     port = free_port()
-    options = f"--num_processes 2 --main_process_ip 127.0.0.1 --main_process_port {port} --rdzv_backend {rendezvous}"
+    options = f"--num_machines 2 --num_processes 2 --main_process_ip 127.0.0.1 --main_process_port {port}"
+    options += f" --rdzv_backend {rendezvous}"
     command = [sys.executable, "-m", "accelerate.commands.launch", *options.split(), "--config_file"]
-    command.append(ROOT / "accelerate_configs" / f"{config}.yaml")
     nodes = []
-    for i, folder in enumerate(folders):
+    for i, (file, folder) in enumerate(zip(files, folders, strict=True)):
         # Which node hosts the store of c10d's rendezvous is decided by addresses, and here both have the same one.
         rank = ["--machine_rank", str(i), *(["--rdzv_conf", f"is_host={int(i == 0)}"] if rendezvous == "c10d" else [])]
         taskset = ["taskset", "-c", str(CPUS[i % len(CPUS)])] if CPUS else []
-        words = [*taskset, *command, *rank, ROOT / "recipe" / "train.py", *arguments]
+        path = ROOT / "accelerate_configs" / f"{file}.yaml"
+        words = [*taskset, *command, path, *rank, ROOT / "recipe" / "train.py", *arguments]
         nodes.append(subprocess.Popen(words, cwd=folder, env=environment({"RECIPE_FAULT": fault}), **PIPE))
     try:
         outputs = [node.communicate(timeout=300)[0] for node in nodes]
@@ -55,12 +58,16 @@ def on_two_nodes(config: str, *arguments: str, folders=(ROOT, ROOT), rendezvous=
     return [(node.returncode, output) for node, output in zip(nodes, outputs, strict=True)]
 
 
+DDP, ZERO = 2 * ("multinode-ddp",), 2 * ("multinode-zero1",)
+needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs DeepSpeed, which is for Linux only")
+
+
 @pytest.mark.slow
-@pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs DeepSpeed, which is installed on Linux only")
+@needs_deepspeed
 def test_a_signal_to_one_node_stops_both_with_a_checkpoint(shards, one_device, tmp_path):
     """Under ZeRO-1 and c10d's rendezvous, which gives rank 0 to either node."""
     arguments = settings(shards, output_dir=tmp_path / "run")
-    nodes = on_two_nodes("multinode-zero1", *arguments, rendezvous="c10d", fault="term@step.micro:61/1")
+    nodes = on_two_nodes(*arguments, files=ZERO, rendezvous="c10d", fault="term@step.micro:61/1")
     outputs = [output for _, output in nodes]
     assert [code for code, _ in nodes] == [1, 1], "".join(outputs)
     assert sorted(output.count("\nstopped    before the end") for output in outputs) == [0, 1]
@@ -162,11 +169,53 @@ def test_a_slurm_job_with_a_user_error_is_not_requeued_but_one_that_is_preempted
 
 
 @pytest.mark.slow
-def test_a_checkpoint_that_only_one_node_sees_is_refused_on_both(shards, one_device, tmp_path):
+@pytest.mark.parametrize(
+    ("problem", "message"),
+    [
+        ("none", "run/step_00000040 is not on every node: output_dir must be on a file system"),
+        ("another", "run/step_00000040 is another one on this node: output_dir must be on a file system"),
+        ("damaged", "run/step_00000040 is damaged on this node: optimizer.safetensors does not match its checksum"),
+    ],
+)
+def test_a_node_that_does_not_see_the_same_checkpoint_is_refused(problem, message, shards, one_device, tmp_path):
+    """Its optimizer state would differ from that of the others, and DDP compares only weights."""
     folders = tmp_path / "first", tmp_path / "second"
     folders[1].mkdir()
-    forget_after(40, shutil.copytree(one_device[0], folders[0] / "run"))
+    for folder in folders if problem != "none" else folders[:1]:
+        forget_after(40, shutil.copytree(one_device[0], folder / "run"))
+    checkpoint = folders[1] / "run" / "step_00000040"
+    if problem == "another":
+        manifest = json.loads((checkpoint / "manifest.json").read_text())
+        del manifest["files"]["generation_config.json"]
+        (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+    elif problem == "damaged":
+        content = bytearray((checkpoint / "optimizer.safetensors").read_bytes())
+        content[-1] ^= 1
+        (checkpoint / "optimizer.safetensors").write_bytes(content)
     arguments = settings(shards, output_dir="run")  # in each node's own folder
-    for code, output in on_two_nodes("multinode-ddp", *arguments, folders=folders):
-        assert code != 0
-        assert "error: run/step_00000040 is not on every node: output_dir must be on a file system" in output
+    (code, first), (other_code, second) = on_two_nodes(*arguments, files=DDP, folders=folders)
+    assert 0 not in (code, other_code)
+    assert "error: run/step_00000040 cannot be used on another process; see its error message" in first
+    assert f"error: {message}" in second
+
+
+@pytest.mark.slow
+@needs_deepspeed
+def test_a_node_with_another_launch_file_is_refused(shards, tmp_path):
+    """Under ZeRO it would wait for other collective calls than the node under DDP, for ever."""
+    arguments = settings(shards, output_dir=tmp_path / "run")
+    (code, _), (other_code, output) = on_two_nodes(*arguments, files=(DDP[0], ZERO[0]))
+    assert 0 not in (code, other_code)
+    assert "launch 'ZeRO-1' here, 'DDP' on rank 0. Launch the same command" in output
+
+
+@pytest.mark.slow
+def test_fsdp_starts_from_the_weights_of_the_first_process(shards, one_device, tmp_path):
+    """As DDP and ZeRO do, whatever a node has as `init_from`: a mixture of two models has no meaning."""
+    folders = tmp_path / "first", tmp_path / "second"
+    for folder, step in zip(folders, (50, 40), strict=True):
+        shutil.copytree(one_device[0] / f"step_{step:08d}", folder / "init")
+    arguments = settings(shards, output_dir=tmp_path / "run", init_from="init", max_steps=1, warmup_steps=0)
+    nodes = on_two_nodes(*arguments, files=("fsdp", "fsdp"), folders=folders)
+    assert [code for code, _ in nodes] == [0, 0], nodes
+    assert by_step(tmp_path / "run")[0]["val_loss"] == pytest.approx(one_device[1][50]["val_loss"], abs=1e-5)
