@@ -1,17 +1,15 @@
 """Which tensors decay, the learning rate of the matrices, the gradient norm and its clipping."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from transformers import GPT2Config
 
-from recipe.config import BatchPlan, OptimizerConfig
+from recipe.config import OptimizerConfig
 from recipe.model.gpt2 import GPT2LMHeadModel
 from recipe.optim.optimizer import gradient_norm, load_named_state, make_optimizer, named_state
 from recipe.optim.schedule import set_lr
 from tests.conftest import EQUAL, by_step, flags, launch, ok, train
-from tests.engine import cpu_strategy
+from tests.engine import prepared_strategy
 
 
 def tiny_model(seed: int = 0, n_layer: int = 2) -> GPT2LMHeadModel:
@@ -67,10 +65,7 @@ def test_an_update_is_clip_grad_norm_and_a_step(optim, max_norm):
     config = OptimizerConfig(optim=optim, learning_rate=1e-3, max_grad_norm=max_norm)
     model, expected_model = tiny_model(), tiny_model()
     optimizer, expected_optimizer = (make_optimizer(m, config, fused=True) for m in (model, expected_model))
-    accelerator = SimpleNamespace(scaler=None, prepare=lambda model: model)
-    strategy = cpu_strategy(accelerator)
-    strategy.prepare(model, optimizer, BatchPlan(sequences=1, world_size=1, micro=1, accumulation=1), config)
-    norm, skipped = strategy.update(model, optimizer, torch.zeros(()))
+    norm, skipped = prepared_strategy(model, optimizer, config).update(model, optimizer, torch.zeros(()))
     expected_norm = torch.nn.utils.clip_grad_norm_(expected_model.parameters(), max_norm or float("inf"))
     expected_optimizer.step()
     assert skipped == 0

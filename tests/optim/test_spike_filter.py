@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from recipe.config import BatchPlan, OptimizerConfig
+from recipe.config import OptimizerConfig
+from recipe.optim.optimizer import make_optimizer
 from recipe.optim.spike_filter import SpikeFilter
 from recipe.utils.errors import Permanent
-from tests.engine import cpu_strategy
+from tests.engine import prepared_strategy
+from tests.optim.test_optimizer import tiny_model
 
 CPU = torch.device("cpu")
 
@@ -82,39 +84,36 @@ def test_all_processes_judge_a_step_by_their_mean_loss():
     """By its own loss, a process would skip a step that another takes."""
     model, should_skip = torch.nn.Linear(1, 1), Mock(return_value=torch.zeros(()))
     model(torch.ones(1)).backward()
-    accelerator = SimpleNamespace(scaler=None, prepare=lambda model: model)
-    strategy = cpu_strategy(accelerator, Mock(world_size=1, mean=lambda loss: loss + 1.0))
     optimizer = torch.optim.SGD(model.parameters())
-    strategy.prepare(model, optimizer, BatchPlan(1, 1, 1, 1), OptimizerConfig())
+    strategy = prepared_strategy(model, optimizer, processes=Mock(world_size=1, mean=lambda loss: loss + 1.0))
     strategy.spike_filter = Mock(limits={"loss": 3.0}, should_skip=should_skip)
     strategy.update(model, optimizer, torch.tensor(2.0))
     assert should_skip.call_args.args[1] == 3.0
 
 
+@pytest.mark.parametrize("optim", ["adamw", "muon"])
 @pytest.mark.parametrize("scaled", [False, True], ids=["fp32", "fp16's scaler"])
-def test_a_skipped_step_changes_neither_weights_nor_optimizer_state(scaled):
-    torch.manual_seed(0)
-    model = torch.nn.Linear(4, 4)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+def test_a_skipped_step_changes_neither_weights_nor_optimizer_state(optim, scaled):
+    model, ids = tiny_model(), torch.arange(18).view(2, 9)
+    optimizer = make_optimizer(model, OptimizerConfig(optim=optim, learning_rate=0.1), fused=True)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0) if scaled else None
     spike_filter = SimpleNamespace(limits={})
-    accelerator = SimpleNamespace(scaler=scaler, prepare=lambda model: model)
-    strategy = cpu_strategy(accelerator)
-    strategy.prepare(model, optimizer, BatchPlan(2, 1, 2, 1), OptimizerConfig())
+    strategy = prepared_strategy(model, optimizer, scaler=scaler)
     strategy.spike_filter = spike_filter
+    optimizer.zero_grad()
 
     def step(spike: bool = False, factor: float = 1.0) -> tuple[float, float]:
-        loss = model(torch.ones(2, 4)).square().mean() * factor
+        loss = model(ids[:, :-1], ids[:, 1:]) * factor
         (scaler.scale(loss) if scaler else loss).backward()
         spike_filter.should_skip = lambda norm, loss: (~torch.isfinite(norm) | torch.tensor(spike)).to(torch.float32)
         norm, skipped = strategy.update(model, optimizer, loss.detach())
         return norm.item(), skipped.item()
 
     def weights_and_state() -> list[torch.Tensor]:
-        state = [t.clone() for p in model.parameters() for t in optimizer.state[p].values()]
-        return [*(p.detach().clone() for p in model.parameters()), *state]
+        tensors = [*model.parameters(), *(t for state in optimizer.state.values() for t in state.values())]
+        return [t.detach().clone() for t in tensors]
 
-    step()
+    step()  # creates the optimizer state
     for spike, factor in ((True, 1.0), (False, float("nan")), (False, float("inf"))):
         before, scale = weights_and_state(), scaler and scaler.get_scale()
         assert step(spike, factor)[1] == 1.0
