@@ -66,17 +66,6 @@ def run(tmp_path):
     run.lock.close()
 
 
-def test_a_checkpoint_holds_the_state_of_every_component(run):
-    run.save_and_wait(3)
-    (path,) = checkpoints(run.directory)
-    state = json.loads((path / "trainer_state.json").read_text())
-    assert state["metrics"] == {"unwritten": {"loss": 0.5}, "lines_sha256": "a" * 64}
-    assert state["grad_scaler"] == {"scale": 2.0}
-    assert state["config"]["output_dir"] == str(run.directory)
-    assert state["tokenizer"]["digest"] == "gpt2"
-    assert (state["step"], state["tokens"]) == (3, 3 * state["config"]["total_batch_tokens"])
-
-
 def test_a_step_that_is_saved_already_is_not_saved_again(run):
     """As when a run is stopped right after a save."""
     for value in (1.0, 2.0):
