@@ -23,7 +23,7 @@ from recipe.model.linear import TwoStageLinear, two_stage_linear
 from recipe.model.loss import next_token_loss
 from recipe.optim.optimizer import make_optimizer
 from recipe.utils.errors import UserError
-from tests.conftest import ROOT, own_model
+from tests.conftest import ROOT, TINY, flags, own_model
 from tests.model.loss_probe import relative
 
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
@@ -211,12 +211,6 @@ def test_an_unsupported_config_is_refused(name, value):
         GPT2LMHeadModel(GPT2Config(**{name: value}))
 
 
-def test_init_from_a_run_names_its_checkpoint(tmp_path):
-    (tmp_path / "step_00000020").mkdir()
-    with pytest.raises(UserError, match=r"init_from .* is a run; name a checkpoint of it, such as .*/step_00000020"):
-        build_model(parse_config([f"--init_from={tmp_path}", "--n_embd=32", "--n_head=2", "--n_layer=1"]))
-
-
 def test_a_model_type_of_its_own_is_refused_by_transformers(tmp_path):
     """As CONTRIBUTING.md shows for another function, which transformers would compute as GPT-2's."""
 
@@ -245,27 +239,16 @@ def test_the_migration_guide_converts_nanogpts_weights(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "migrating.md").read_text(), re.DOTALL)
     exec(code, {})
-    run = parse_config(
-        [
-            "--init_from=converted",
-            "--n_layer=2",
-            "--n_head=2",
-            "--n_embd=32",
-            "--n_positions=64",
-            "--sequence_length=64",
-        ]
-    )
-    converted = build_model(run).state_dict()
-    state = expected.state_dict()
-    assert all(torch.equal(tensor, state[name]) for name, tensor in converted.items())
+    converted = build_model(parse_config(flags(**TINY, init_from="converted"))).state_dict()
+    assert all(torch.equal(tensor, expected.state_dict()[name]) for name, tensor in converted.items())
 
 
 def test_init_from_an_mlp_of_another_width_is_refused_before_its_weights_are_read(tmp_path):
     (tmp_path / "model.safetensors").touch()
     for n_inner, message in ((100, "init_from .* has n_inner 100; a recipe's is 4 n_embd"), (128, "cannot be read")):
-        GPT2Config(n_positions=128, n_embd=32, n_head=2, n_layer=1, n_inner=n_inner).save_pretrained(tmp_path)
+        GPT2Config(n_positions=64, n_embd=32, n_head=2, n_layer=2, n_inner=n_inner).save_pretrained(tmp_path)
         with pytest.raises(UserError, match=message):
-            build_model(parse_config([f"--init_from={tmp_path}", "--n_embd=32", "--n_head=2", "--n_layer=1"]))
+            build_model(parse_config(flags(**TINY, init_from=tmp_path)))
 
 
 def test_init_from_without_a_network_is_an_error_within_ten_seconds(monkeypatch):
@@ -275,7 +258,7 @@ def test_init_from_without_a_network_is_an_error_within_ten_seconds(monkeypatch)
 
     monkeypatch.setattr(HfApi, "model_info", unreachable)
     with pytest.raises(UserError, match=r"init_from openai-community/gpt2 .* Is this machine offline"):
-        build_model(parse_config(["--init_from=openai-community/gpt2", "--n_embd=32", "--n_head=2", "--n_layer=1"]))
+        build_model(parse_config(flags(**TINY, init_from="openai-community/gpt2")))
 
 
 @pytest.mark.parametrize("rows", [1024, pytest.param(8192, marks=pytest.mark.slow)])
