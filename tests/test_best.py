@@ -131,9 +131,23 @@ def fake_runs(monkeypatch, speed, losses=()) -> list[RunConfig]:
     return runs
 
 
-def left_of(seconds, runs, each=0.0):
-    """A function that says how many of the seconds are left: without the trials' own and `each` run's start."""
-    return lambda reserve=0.0: seconds - reserve - sum(each + 3600 * run.train_hours for run in runs)
+ENDLESS = Text("acme/text", "gpt2", math.inf, 4.4)
+
+
+def forecaster_of(text: Text = ENDLESS, device: str = "h200", vocab_size: int = 50257) -> Forecaster:
+    return Forecaster(open_strategy("auto", device), text, vocab_size)
+
+
+def searched_run(forecaster, seconds, runs, each=0.0):
+    """The run that is best for the seconds that the search has left, its batch, and these seconds: without the trials'
+    own, and `each` run's start."""
+
+    def left(reserve=0.0):
+        return seconds - reserve - sum(each + 3600 * run.train_hours for run in runs)
+
+    best.try_sizes(forecaster, left, [])
+    run = forecaster.best(left())
+    return run, recipe(run.size, forecaster.text, run.tokens, 1)["total_batch_tokens"][0], left()
 
 
 CASES = [(6_000, "train_hours"), (7_500, "train_hours"), (100_000, "max_steps")]
@@ -156,22 +170,18 @@ def test_only_a_text_that_is_read_four_times_well_before_the_time_ends_a_run(spe
 
 
 @pytest.mark.parametrize("seconds", [180, 360, 3600])
-@pytest.mark.parametrize("tokens", [5e7, math.inf])
-def test_a_gpu_whose_smallest_step_takes_ten_milliseconds_gets_a_model_that_fills_it(seconds, tokens, monkeypatch):
+@pytest.mark.parametrize("text", [ENDLESS, Text("my.txt", "gpt2", 5e7, 4.4)], ids=lambda text: text.name)
+def test_a_gpu_whose_smallest_step_takes_ten_milliseconds_gets_a_model_that_fills_it(seconds, text, monkeypatch):
     """Such steps made 2 x 64 seem the best on an H200, which then ran at 0.2 % of its peak."""
-    text = Text("acme/text" if tokens == math.inf else "my.txt", "gpt2", tokens, 4.4)
-    forecaster = Forecaster(open_strategy("auto", "h200"), text, 50257)
+    forecaster = forecaster_of(text)
 
     def speed(size, batch):
         return batch / max(0.01, batch * forecaster.flops(size) / 4e14)
 
-    left = left_of(seconds, fake_runs(monkeypatch, speed))
-    best.try_sizes(forecaster, left, [])
-    seconds = left()
-    forecast = forecaster.best(seconds)
-    rate = speed(forecast.size, recipe(forecast.size, text, forecast.tokens, 1)["total_batch_tokens"][0])
-    assert rate * forecaster.flops(forecast.size) > 0.9 * 4e14
-    assert forecast.limit == "text" or forecast.tokens == pytest.approx(rate * seconds, rel=0.1)
+    run, batch, seconds = searched_run(forecaster, seconds, fake_runs(monkeypatch, speed))
+    rate = speed(run.size, batch)
+    assert rate * forecaster.flops(run.size) > 0.9 * 4e14
+    assert run.limit == "text" or run.tokens == pytest.approx(rate * seconds, rel=0.1)
 
 
 @pytest.mark.parametrize(
@@ -180,7 +190,7 @@ def test_a_gpu_whose_smallest_step_takes_ten_milliseconds_gets_a_model_that_fill
 def test_more_time_never_makes_a_smaller_model(device, rate, monkeypatch):
     """An earlier version changed its law at 1e15 FLOPs: four hours of a laptop got a model of a tenth of one hour's."""
     monkeypatch.setattr(forecast, "expected_flops", lambda *_, **__: (rate, rate, "guessed"))
-    forecaster = Forecaster(open_strategy("auto", device), Text("acme/text", "gpt2", math.inf, 4.4), 50257)
+    forecaster = forecaster_of(device=device)
     bests = [forecaster.best(90 * 1.5**n) for n in range(26)]  # to a month
     assert bests == sorted(bests, key=lambda best: (best.size, -best.loss))
     assert len({best.size for best in bests}) > 3
@@ -200,8 +210,7 @@ def test_the_speed_is_measured_with_the_batch_of_the_recipe(monkeypatch):
     """Half the batch has twice the steps, whose optimizer takes a fifth of the time on a CPU. And less time, after the
     trials, may have a smaller size as its best."""
     monkeypatch.setattr(forecast, "expected_flops", lambda *_, **__: (1.8e11, 1.8e11, "guessed"))
-    text = Text("my.txt", "tokenizer", 13.3e6, 3.0)
-    forecaster = Forecaster(open_strategy("auto", "h200"), text, 4096)
+    forecaster = forecaster_of(Text("my.txt", "tokenizer", 13.3e6, 3.0), vocab_size=4096)
 
     def speed(size, batch):
         return batch / (0.17 + batch * forecaster.flops(size) / 1.8e11)
@@ -209,38 +218,35 @@ def test_the_speed_is_measured_with_the_batch_of_the_recipe(monkeypatch):
     runs = fake_runs(monkeypatch, speed)
     for time_given in range(600, 3600, 60):
         forecaster.rates.clear(), runs.clear()
-        left = left_of(time_given, runs)
-        best.try_sizes(forecaster, left, [])
-        seconds = left()
-        run = forecaster.best(seconds)
-        batch = recipe(run.size, text, run.tokens, 1)["total_batch_tokens"][0]
+        run, batch, seconds = searched_run(forecaster, time_given, runs)
         assert run.tokens == pytest.approx(seconds * speed(run.size, batch), rel=0.02), (seconds, run, batch)
 
 
 def test_the_speed_of_a_size_that_only_the_trials_make_the_best_is_measured(monkeypatch):
     """On an H200, in three minutes, 8 x 384 was expected to read 67 M tokens of books and read 8 M."""
-    text = Text("books.jsonl", "tokenizer", 31.5e6, 3.3)
-    forecaster = Forecaster(open_strategy("auto", "h200"), text, 4096)
+    forecaster = forecaster_of(Text("books.jsonl", "tokenizer", 31.5e6, 3.3), vocab_size=4096)
 
     def speed(size, batch):
         return {(12, 768): 498_496, (10, 512): 846_492}.get(size, batch / 0.033)
 
-    left = left_of(180, fake_runs(monkeypatch, speed, [(379e3, 5.199), (4.01e6, 4.347)]), each=15)
-    best.try_sizes(forecaster, left, [])
-    run = forecaster.best(left())
-    batch = recipe(run.size, text, run.tokens, 1)["total_batch_tokens"][0]
-    assert run.tokens == pytest.approx(left() * speed(run.size, batch), rel=0.02), run
+    runs = fake_runs(monkeypatch, speed, [(379e3, 5.199), (4.01e6, 4.347)])
+    run, batch, seconds = searched_run(forecaster, 180, runs, each=15)
+    assert run.tokens == pytest.approx(seconds * speed(run.size, batch), rel=0.02), run
 
 
 @pytest.mark.parametrize(
-    ("hours", "timed", "trained"), [("0.05", False, False), ("0.15", False, True), ("0.3", True, True)]
+    ("hours", "speed", "timed", "trained"),
+    [("0.05", 500, False, False), ("0.15", 500, False, True), ("0.3", 500, True, True), ("1", 1e5, True, False)],
 )
-def test_a_run_on_a_gpu_is_compiled_from_five_minutes_on(hours, timed, trained, call_here, monkeypatch):
-    """And from a quarter of an hour on when its speed is measured, too, which takes a minute or two of compiling."""
-    runs = fake_runs(monkeypatch, lambda size, batch: 500)
+def test_a_run_on_a_gpu_is_compiled_from_five_minutes_on(hours, speed, timed, trained, call_here, monkeypatch):
+    """And from a quarter of an hour on when its speed is measured, too, which takes a minute or two of compiling. The
+    last one's text ends early."""
+    runs = fake_runs(monkeypatch, lambda size, batch: speed)
     ok(call_here("--text", SHAKESPEARE, "--hours", hours, "--run_name", "gpu", "--dry_run"))
+    values = yaml.safe_load(Path("runs/gpu/recipe.yaml").read_text())
     assert {run.torch_compile for run in runs if not run.train_hours} == {timed}
-    assert yaml.safe_load(Path("runs/gpu/recipe.yaml").read_text())["torch_compile"] is trained
+    assert values["torch_compile"] is trained
+    assert ("max_steps" in values) == (speed == 1e5)
 
 
 def test_a_run_gets_what_the_search_leaves_without_its_own_start_and_last_checkpoint(call_here, monkeypatch):
@@ -258,14 +264,6 @@ def test_a_run_gets_what_the_search_leaves_without_its_own_start_and_last_checkp
     ok(call_here("--text", SHAKESPEARE, "--hours", "0.05", "--run_name", "rest", "--dry_run"))
     hours = yaml.safe_load(Path("runs/rest/recipe.yaml").read_text())["train_hours"]
     assert 3600 * hours == pytest.approx(180 - 2 * 30 - 12, abs=0.2)
-
-
-def test_a_run_that_its_text_ends_early_is_not_compiled(call_here, monkeypatch):
-    fake_runs(monkeypatch, lambda size, batch: 1e5)
-    ok(call_here("--text", SHAKESPEARE, "--hours", "1", "--run_name", "early", "--dry_run"))
-    values = yaml.safe_load(Path("runs/early/recipe.yaml").read_text())
-    assert values.keys() >= {"max_steps"}
-    assert values["torch_compile"] is False
 
 
 def test_time_that_reading_the_text_has_used_up_is_an_error_of_one_line(call_here, monkeypatch):
@@ -546,7 +544,7 @@ def test_the_log_says_how_far_the_law_holds_for_a_text_that_it_was_not_fitted_to
     ],
 )
 def test_what_a_plan_without_trials_expects_is_within_its_error(size, tokens, unique, token_bytes, loss):
-    forecaster = Forecaster(open_strategy("auto", "h200"), Text("text", "gpt2", unique, token_bytes), 50257)
+    forecaster = forecaster_of(Text("text", "gpt2", unique, token_bytes))
     assert forecaster.loss(size, tokens) == pytest.approx(loss, rel=forecast.UNTRIED_ERROR)
 
 
@@ -559,14 +557,14 @@ def test_a_size_is_compared_if_it_fits_each_processs_share_of_the_memory_with_a_
     for share, largest in ((0.91, size), (0.93, (10, 512))):
         memory = SimpleNamespace(available=processes * needed / share)
         monkeypatch.setattr("psutil.virtual_memory", lambda memory=memory: memory)
-        *_, last = Forecaster(strategy, Text("acme/text", "gpt2", math.inf, 4.4), 50257).forecasts(3600)
+        *_, last = Forecaster(strategy, ENDLESS, 50257).forecasts(3600)
         assert (last.size, last.limit) == (largest, "memory")
 
 
 @pytest.mark.parametrize(("rate", "power"), [(100.0, 1), (1e7, 0)])
 def test_a_larger_size_is_expected_to_be_slower_but_not_by_more_than_its_flops(rate, power):
     """Whatever two measurements are, of which other work on the machine may slow one."""
-    forecaster = Forecaster(open_strategy("auto", "h200"), Text("acme/text", "gpt2", math.inf, 4.4), 50257)
+    forecaster = forecaster_of()
     small, middle, large = scaling.SIZES[3:6]
     forecaster.rates = {forecaster.flops(small): 1e5, forecaster.flops(middle): rate}
     expected = rate * (forecaster.flops(middle) / forecaster.flops(large)) ** power
@@ -575,7 +573,7 @@ def test_a_larger_size_is_expected_to_be_slower_but_not_by_more_than_its_flops(r
 
 def test_the_error_of_a_forecast_grows_from_the_longer_trial_on():
     """By 6 % per nat."""
-    forecaster = Forecaster(open_strategy("auto", "h200"), Text("acme/text", "gpt2", math.inf, 4.4), 50257)
+    forecaster = forecaster_of()
     forecaster.losses, run = [(6.0, 6.5), (5.0, 5.5)], forecaster.best(3600)
     distance = 5.0 - scaling.law(run.size, run.tokens)
     assert forecaster.relative_error(run) == pytest.approx(0.03 + 0.06 * distance, rel=1e-6)
