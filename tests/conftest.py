@@ -5,9 +5,11 @@ import logging
 import os
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 from contextlib import contextmanager
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -208,6 +210,36 @@ def forget_after(step: int, run: Path) -> Path:
         if int(checkpoint.name[5:]) > step:
             shutil.rmtree(checkpoint)
     return run
+
+
+@pytest.fixture
+def in_process(monkeypatch, capsys):
+    """argv -> (exit code, standard output, standard error) of recipe/train.py or, after "prepare", of the command that
+    prepares data, run in this process, on the CPU. Restores the process state that they change."""
+    import torch
+    from accelerate.state import AcceleratorState, PartialState
+
+    for name in [name for name in os.environ if name.startswith("ACCELERATE_") or name.endswith("RANK")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    threads, matmul = torch.get_num_threads(), torch.get_float32_matmul_precision()
+
+    def run(argv: list) -> tuple[int, str, str]:
+        AcceleratorState._reset_state(True)  # an earlier test may have left one of another precision
+        name, words = ("recipe.data.prepare", argv[1:]) if argv[0] == "prepare" else ("recipe.train", argv)
+        code = import_module(name).main([str(word) for word in words])
+        return code, *capsys.readouterr()
+
+    capsys.readouterr()
+    yield run
+    AcceleratorState._reset_state(True)
+    PartialState._reset_state()
+    signal.set_wakeup_fd(-1)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    torch.set_num_threads(threads)
+    torch.set_float32_matmul_precision(matmul)
 
 
 def own_model(directory: Path):

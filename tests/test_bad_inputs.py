@@ -12,7 +12,6 @@ import threading
 import time
 import venv
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 
 import numpy as np
@@ -28,36 +27,6 @@ from tests.conftest import ROOT, SHAKESPEARE, TINY, files_of_at_most, flags, run
 from tests.data import write_shard
 
 GOOD = np.arange(4000, dtype="<u2")
-
-
-@pytest.fixture
-def command(monkeypatch, capsys):
-    """argv -> (exit code, standard output, standard error) of a command that runs in this process, on the CPU. Restores
-    the process state that the command changes."""
-    import torch
-    from accelerate.state import AcceleratorState, PartialState
-
-    for name in [name for name in os.environ if name.startswith("ACCELERATE_") or name.endswith("RANK")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    threads, matmul = torch.get_num_threads(), torch.get_float32_matmul_precision()
-
-    def run(argv):
-        AcceleratorState._reset_state(True)  # an earlier test may have left one of another precision
-        name, words = ("recipe.data.prepare", argv[1:]) if argv[0] == "prepare" else ("recipe.train", argv)
-        code = import_module(name).main([str(word) for word in words])
-        return code, *capsys.readouterr()
-
-    capsys.readouterr()
-    yield run
-    AcceleratorState._reset_state(True)
-    PartialState._reset_state()
-    signal.set_wakeup_fd(-1)
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
-    torch.set_num_threads(threads)
-    torch.set_float32_matmul_precision(matmul)
 
 
 @dataclass
@@ -265,12 +234,12 @@ def box(shards, whole_run, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_bad_input(command, box, monkeypatch, name):
+def test_bad_input(in_process, box, monkeypatch, name):
     make_argv, *message_parts = MISTAKES[name]
     argv = make_argv(box)
     paths = sorted(box.path.rglob("*"))
     monkeypatch.chdir(ROOT)
-    code, _, err = command(argv)
+    code, _, err = in_process(argv)
     assert code == 2
     assert err.startswith("error: ")
     assert err.count("error: ") == 1
@@ -308,39 +277,39 @@ def test_two_processes_print_one_error(box, name):
     assert all(part in error for part in message_parts)
 
 
-def test_a_checkpoint_that_is_a_link_is_skipped_and_its_target_is_kept(command, box):
+def test_a_checkpoint_that_is_a_link_is_skipped_and_its_target_is_kept(in_process, box):
     argv = box.resume(max_steps=11, eval_steps="end", save_total_limit=1)
     link, target = box.run / "step_00000020", box.path / "outside"
     link.rename(target)
     link.symlink_to(target)
     contents = {path: path.read_bytes() for path in target.iterdir()}
-    code, out, err = command(argv)
+    code, out, err = in_process(argv)
     assert code == 0, err
     assert "step_00000020: it is a link" in out
     assert "from step 10" in out
     assert {path: path.read_bytes() for path in target.iterdir()} == contents
 
 
-def test_a_full_disk_is_named(command, box, monkeypatch):
+def test_a_full_disk_is_named(in_process, box, monkeypatch):
     """While a shard is written, and tokenizer.json."""
     monkeypatch.setenv("TMPDIR", str(box.path))
     with files_of_at_most(200_000):
-        preparation = command(["prepare", *flags(train_text=SHAKESPEARE, dataset_name=box.path / "out")])
-        training = command(box.train())
+        preparation = in_process(["prepare", *flags(train_text=SHAKESPEARE, dataset_name=box.path / "out")])
+        training = in_process(box.train())
     assert (preparation[0], training[0]) == (2, 2)
     assert "out/train.part cannot be written (File too large); " in preparation[2]
     assert f"{box.path} cannot be written (File too large" in training[2]
     assert "set TMPDIR to another directory" in training[2]
 
 
-def test_a_run_that_reaches_a_damaged_shard_saves_its_last_step(command, tmp_path):
+def test_a_run_that_reaches_a_damaged_shard_saves_its_last_step(in_process, tmp_path):
     text, data, run = tmp_path / "text.txt", tmp_path / "data", tmp_path / "run"
     text.write_text(SHAKESPEARE.read_text()[:60_000])
     prepare(DataConfig(train_text=str(text), dataset_name=str(data), val_fraction=0.2, shard_tokens=5000))
     content = bytearray((data / "train_000001.bin").read_bytes())
     content[3000] ^= 1
     (data / "train_000001.bin").write_bytes(content)
-    code, _, err = command(tiny_flags(data, run, save_steps="end"))
+    code, _, err = in_process(tiny_flags(data, run, save_steps="end"))
     assert code == 2
     assert "train_000001.bin: its SHA-256 is" in err
     assert [path.name for path in checkpoints(run)] == ["step_00000007"]
@@ -348,16 +317,16 @@ def test_a_run_that_reaches_a_damaged_shard_saves_its_last_step(command, tmp_pat
 
 
 @pytest.mark.parametrize("manifest", ["lost", "never"])
-def test_files_without_a_manifest_that_change_between_stop_and_resume_are_refused(command, box, manifest):
+def test_files_without_a_manifest_that_change_between_stop_and_resume_are_refused(in_process, box, manifest):
     """By the SHA-256 that the checkpoint has of them: other tokens in a file of the same length."""
     data = box.shard(GOOD) if manifest == "never" else shutil.copytree(box.shards, box.path / "data")
-    assert command(box.train(data))[0] == 0
+    assert in_process(box.train(data))[0] == 0
     (data / "manifest.json").unlink(missing_ok=True)
-    assert command(box.train(data, max_steps=12))[0] == 0  # the same tokens
+    assert in_process(box.train(data, max_steps=12))[0] == 0  # the same tokens
     (file,) = data.glob("*train*.bin")
     tokens = np.fromfile(file, "<u2", offset=1024)
     file.write_bytes(file.read_bytes()[:1024] + np.roll(tokens, 1).tobytes())
-    code, _, err = command(box.train(data, max_steps=18))
+    code, _, err = in_process(box.train(data, max_steps=18))
     assert code == 2
     (error,) = [line for line in err.splitlines() if line.startswith("error:")]
     assert f"{file}: its SHA-256 is " in error
@@ -379,23 +348,23 @@ def test_a_run_whose_shard_is_truncated_while_it_is_read_keeps_its_checkpoints(b
     assert verify(checkpoints(box.run)[-1]) == []
 
 
-def test_the_same_shards_elsewhere_are_the_same_data(command, box):
+def test_the_same_shards_elsewhere_are_the_same_data(in_process, box):
     elsewhere = {"dataset_name": shutil.copytree(box.shards, box.path / "elsewhere"), "dropout": 0.1}
     for argv, printed in (
         (box.resume(max_steps=20, **elsewhere), "training is finished"),
         (box.train(max_steps=21, **elsewhere), "from step 20"),
     ):
-        code, out, err = command(argv)
+        code, out, err = in_process(argv)
         assert code == 0, err
         assert printed in out
 
 
-def test_a_run_that_diverges_ends_and_keeps_finite_checkpoints(command, box):
+def test_a_run_that_diverges_ends_and_keeps_finite_checkpoints(in_process, box):
     broken = {"learning_rate": 1e30, "max_steps": 32, "save_steps": 1, "logging_steps": 5}
-    code, _, err = command(box.resume(**broken))
+    code, _, err = in_process(box.resume(**broken))
     assert code == 2
     assert "the validation loss at step 30 is nan" in err
-    code, _, err = command(box.train(dropout=0.1, **broken | {"max_steps": 52, "eval_steps": "end"}))
+    code, _, err = in_process(box.train(dropout=0.1, **broken | {"max_steps": 52, "eval_steps": "end"}))
     assert code == 2
     assert "steps in a row" in err
     assert (box.run / "step_00000020").is_dir()

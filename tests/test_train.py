@@ -20,7 +20,6 @@ from recipe.data.tokenizer import encode
 from recipe.hub.model_card import model_card
 from recipe.monitor.metrics import MetricsLog
 from recipe.monitor.summary import summarize
-from recipe.train import main
 from tests import processes as programs
 from tests.checkpoint import change_state
 from tests.conftest import (
@@ -142,7 +141,7 @@ def test_a_signal_stops_a_run_with_a_checkpoint_from_which_it_resumes_bit_for_bi
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="lists a process's files on Linux only")
-def test_a_resumed_run_keeps_no_file_of_a_checkpoint_open(shards, whole_run, tmp_path, monkeypatch):
+def test_a_resumed_run_keeps_no_file_of_a_checkpoint_open(shards, whole_run, tmp_path, monkeypatch, in_process):
     """A deleted one would keep its space on the disk, and on NFS its directory."""
     run, kept = forget_after(10, shutil.copytree(whole_run[0], tmp_path / "run")), []
 
@@ -151,12 +150,11 @@ def test_a_resumed_run_keeps_no_file_of_a_checkpoint_open(shards, whole_run, tmp
         return summarize(*arguments)
 
     monkeypatch.setattr("recipe.train.summarize", look_and_summarize)
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    assert main(tiny_flags(shards, run, dropout=0.1)) == 0
+    assert in_process(tiny_flags(shards, run, dropout=0.1))[0] == 0
     assert kept == []
 
 
-def test_a_save_that_cannot_read_the_curve_fails_alone(shards, tmp_path, monkeypatch, capsys):
+def test_a_save_that_cannot_read_the_curve_fails_alone(shards, tmp_path, monkeypatch, in_process):
     """A file server that does not answer for a moment must not end a run."""
     read, failures = MetricsLog.text, [OSError(errno.EIO, "Input/output error")]
 
@@ -166,9 +164,9 @@ def test_a_save_that_cannot_read_the_curve_fails_alone(shards, tmp_path, monkeyp
         return read(log)
 
     monkeypatch.setattr(MetricsLog, "text", text)
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    assert main(tiny_flags(shards, tmp_path)) == 0
-    assert "step 10: NOT SAVED: Input/output error" in capsys.readouterr().out
+    code, out, _ = in_process(tiny_flags(shards, tmp_path))
+    assert code == 0
+    assert "step 10: NOT SAVED: Input/output error" in out
     assert [path.name for path in checkpoints(tmp_path)] == ["step_00000020"]
 
 
@@ -224,7 +222,7 @@ def test_a_complete_run_stays_as_it_is_and_fresh_moves_it_aside(shards, short_ru
 
 
 @pytest.mark.parametrize("saved", [{"code": "0123456789"}, {}])
-def test_a_resume_after_a_change_of_the_code_says_so(shards, short_run, tmp_path, monkeypatch, capsys, saved):
+def test_a_resume_after_a_change_of_the_code_says_so(shards, short_run, tmp_path, in_process, saved):
     """Half of the run would have another model, for example. An older checkpoint does not name its code at all."""
     run, commits = shutil.copytree(short_run, tmp_path / "run"), []
 
@@ -234,10 +232,9 @@ def test_a_resume_after_a_change_of_the_code_says_so(shards, short_run, tmp_path
         state["about"][-1] |= saved
 
     change_state(run / "step_00000006", change)
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    assert main(tiny_flags(shards, run, max_steps=8)) == 0
-    note = f"code       has changed since step 6 was saved (commit {commits[0]}, then {commits[0]})\n"
-    assert note in capsys.readouterr().out
+    code, out, _ = in_process(tiny_flags(shards, run, max_steps=8))
+    assert code == 0
+    assert f"code       has changed since step 6 was saved (commit {commits[0]}, then {commits[0]})\n" in out
 
 
 def test_an_extended_run_keeps_its_validation_losses_and_its_best_checkpoint(shards, tmp_path):
@@ -335,15 +332,15 @@ def test_fine_tuning_starts_from_given_weights(shards, whole_run, tmp_path):
     ],
 )
 def test_a_dry_run_for_other_devices_checks_the_inputs(
-    shards, whole_run, tmp_path, capsys, monkeypatch, fields, code, output
+    shards, whole_run, tmp_path, in_process, monkeypatch, fields, code, output
 ):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "short.bin").write_bytes(b"x")
     (tmp_path / "empty.txt").touch()
     argv = [f.format(tmp=tmp_path, run=whole_run[0]) for f in tiny_flags(shards, tmp_path / "run", **fields)]
-    assert main([*argv, "--dry_run=h100"]) == code
-    printed = capsys.readouterr()
-    assert re.search(output, printed.err if code else printed.out), printed
+    result_code, out, err = in_process([*argv, "--dry_run=h100"])
+    assert result_code == code
+    assert re.search(output, err if code else out), out + err
     assert {path.name for path in tmp_path.iterdir()} == {"short.bin", "empty.txt"}
 
 

@@ -10,7 +10,6 @@ import torch
 
 from recipe.checkpoint.format import state_of
 from recipe.engine.strategy import Strategy
-from recipe.train import main
 from tests.checkpoint import change_state
 from tests.conftest import tiny_flags
 from tests.engine import cpu_strategy
@@ -77,13 +76,14 @@ def test_a_resumed_run_doubles_the_loss_scale_when_the_uninterrupted_one_does(mo
         assert doublings(resumed, steps)[:2] == expected, saved_step
 
 
-def test_a_resumed_run_goes_on_with_the_loss_scale_of_its_checkpoint(shards, whole_run, tmp_path, monkeypatch):
+def test_a_resumed_run_goes_on_with_the_loss_scale_of_its_checkpoint(
+    shards, whole_run, tmp_path, monkeypatch, in_process
+):
     """Here on a CPU, whose steps leave it as it is."""
     run, scale = shutil.copytree(whole_run[0], tmp_path / "run"), torch.amp.GradScaler("cpu", init_scale=8.0)
     change_state(run / "step_00000020", lambda state: state.update(grad_scaler=scale.state_dict()))
     monkeypatch.setattr(Strategy, "grad_scaler", torch.amp.GradScaler("cpu"))
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    assert main(tiny_flags(shards, run, dropout=0.1, max_steps=21, eval_steps=7)) == 0
+    assert in_process(tiny_flags(shards, run, dropout=0.1, max_steps=21, eval_steps=7))[0] == 0
     assert state_of(run / "step_00000021")["grad_scaler"] == scale.state_dict()
 
 

@@ -26,7 +26,7 @@ from recipe.utils.files import replace_file
 from recipe.utils.processes import Processes
 from tests import processes
 from tests.checkpoint import replace_files
-from tests.conftest import TINY, by_step, flags, ok, recorded, refused, run_train, tiny_flags
+from tests.conftest import TINY, by_step, flags, ok, recorded, run_train, tiny_flags
 from tests.hub import REPO, TOKEN, Fault, Hub
 from tests.hub.conftest import change
 from tests.hub.server import Model
@@ -61,16 +61,16 @@ def push(run: Path, *options: str, repo: str = REPO) -> int:
 # Training runs
 
 
-def train(hub: Hub, shards: Path, run: Path, **fields):
-    """The run of the fixture whole_run, with uploads."""
-    return run_train(*tiny_flags(shards, run, **PUSH | {"dropout": 0.1} | fields), env=hub.environment)
+def uploading(shards: Path, run: Path, **fields) -> list[str]:
+    """The flags of the fixture whole_run's run, with uploads."""
+    return tiny_flags(shards, run, **PUSH | {"dropout": 0.1} | fields)
 
 
 def test_a_run_uploads_its_milestones_and_its_last_checkpoint(shards, whole_run, tmp_path):
     """It trains as without uploads, and the token is in none of its files and not in its output."""
     run = tmp_path / "run"
     with Hub(tmp_path / "hub", TOKEN) as hub:
-        result = ok(train(hub, shards, run, hub_private_repo=True))
+        result = ok(run_train(*uploading(shards, run, hub_private_repo=True), env=hub.environment))
         assert_on_the_hub(hub, run)
         assert hub.models[REPO].private
         assert f"upload     checkpoints to {hub.url}/{REPO}: one every 10 steps and the last\n" in result.stdout
@@ -83,11 +83,11 @@ def test_a_run_uploads_its_milestones_and_its_last_checkpoint(shards, whole_run,
     assert TOKEN not in result.stdout + result.stderr
 
 
-def test_a_stopped_run_names_the_command_that_uploads_its_checkpoint(hub, shards, tmp_path):
-    result = train(hub, shards, tmp_path / "run", milestone_steps=0, max_hours=1e-9)
-    assert result.returncode == 75
-    assert f"upload     checkpoints to {hub.url}/{REPO}: the last\n" in result.stdout
-    assert f"upload     make push RUN={tmp_path / 'run'} REPO={REPO} uploads that checkpoint" in result.stdout
+def test_a_stopped_run_names_the_command_that_uploads_its_checkpoint(hub, shards, tmp_path, in_process):
+    code, out, _ = in_process(uploading(shards, tmp_path / "run", milestone_steps=0, max_hours=1e-9))
+    assert code == 75
+    assert f"upload     checkpoints to {hub.url}/{REPO}: the last\n" in out
+    assert f"upload     make push RUN={tmp_path / 'run'} REPO={REPO} uploads that checkpoint" in out
 
 
 def config_of(run: Path, **changes):
@@ -318,8 +318,9 @@ def test_a_push_updates_the_card_unless_no_card_is_set(hub, run, capsys):
 # Access
 
 
-def test_a_refused_license_stops_a_run_before_its_first_step_and_a_push(hub, run, shards, tmp_path, capsys):
-    error = refused(train(hub, shards, tmp_path / "new", hub_license="mine"))
+def test_a_refused_license_stops_a_run_before_its_first_step_and_a_push(hub, run, shards, tmp_path, in_process, capsys):
+    code, _, error = in_process(uploading(shards, tmp_path / "new", hub_license="mine"))
+    assert code == 2
     assert not (tmp_path / "new" / "metrics.jsonl").exists()
     assert push(run, "--license", "mine") == 2
     for message in (error, capsys.readouterr().err):
