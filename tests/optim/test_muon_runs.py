@@ -28,20 +28,20 @@ def long_run(shards, once):
 
 @pytest.fixture(scope="session")
 def one_device(shards, once):
-    """50 steps of 12 sequences, which divide by two and by three processes: (directory, losses by step)."""
+    """STEPS of 12 sequences, which divide by two and by three processes: (directory, losses by step)."""
 
     def make(directory):
         return counts(ok(launch("single", 1, *COUNTED, *settings(shards, directory))).stdout)
 
     directory, orthogonalized = once("muon-one-device", make)
-    assert orthogonalized == [50 * MATRICES]
+    assert orthogonalized == [STEPS * MATRICES]
     lines = losses(directory)
-    assert lines[50] < lines[1] - 0.5
+    assert lines[STEPS] < lines[1] - 0.5
     return directory, lines
 
 
 def settings(shards, directory) -> list[str]:
-    fields = EQUAL | MUON | {"total_batch_tokens": 192, "save_steps": 10, "save_total_limit": 9}
+    fields = EQUAL | MUON | {"total_batch_tokens": 192, "max_steps": STEPS, "save_steps": 5, "save_total_limit": 9}
     return flags(**fields, dataset_name=shards, output_dir=directory)
 
 
@@ -53,6 +53,7 @@ def counts(output: str) -> list[int]:
     return [int(line.split()[1]) for line in output.splitlines() if line.startswith("ORTHOGONALIZED")]
 
 
+STEPS = 25
 MATRICES = 2 * (3 + 1 + 1 + 1)  # of two layers: query, key and value count as three
 
 
@@ -61,21 +62,21 @@ MATRICES = 2 * (3 + 1 + 1 + 1)  # of two layers: query, key and value count as t
 def test_muon_takes_the_same_steps_on_any_engine(shards, one_device, tmp_path, config, processes):
     """In fp32; the processes together orthogonalize each matrix once a step."""
     result = ok(launch(config, processes, *COUNTED, *settings(shards, tmp_path / "run")))
-    assert sum(counts(result.stdout)) == 50 * MATRICES
+    assert sum(counts(result.stdout)) == STEPS * MATRICES
     assert losses(tmp_path / "run") == pytest.approx(one_device[1], abs=1e-5)
-    actual, expected = (tensors(run / "step_00000050") for run in (tmp_path / "run", one_device[0]))
+    actual, expected = (tensors(run / f"step_{STEPS:08d}") for run in (tmp_path / "run", one_device[0]))
     torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-4)
 
 
 def test_a_checkpoint_of_muon_moves_from_engine_to_engine(shards, one_device, tmp_path):
-    """From one device to FSDP, ZeRO-1, DDP and back to one device, each time ten steps later; two processes
+    """From one device to FSDP, ZeRO-1, DDP and back to one device, each time five steps later; two processes
     orthogonalize equally many matrices."""
     run = shutil.copytree(one_device[0], tmp_path / "run")
-    for step, config, processes in ((10, "fsdp", 2), (20, "zero1", 2), (30, "ddp", 2), (40, "single", 1)):
+    for step, config, processes in ((5, "fsdp", 2), (10, "zero1", 2), (15, "ddp", 2), (20, "single", 1)):
         forget_after(step, run)
         result = ok(launch(config, processes, *COUNTED, *settings(shards, run)))
         assert f"from step {step}" in result.stdout
-        assert counts(result.stdout) == [(50 - step) * MATRICES // processes] * processes
+        assert counts(result.stdout) == [(STEPS - step) * MATRICES // processes] * processes
         assert losses(run) == pytest.approx(one_device[1], abs=1e-5)
 
 
