@@ -196,6 +196,18 @@ def test_make_overfit_memorizes_a_batch(tmp_path):
 SAVING = "(sleep 2; rm started) 2>/dev/null; exit 1"  # whoever waits for its errors does not wait for it
 
 
+def make_train(directory: Path, launcher: str, **options) -> subprocess.Popen:
+    """`make train` with this script as its launcher, in the directory, once it has made the file `started` there."""
+    path = directory / "launcher"
+    path.write_text(f"#!/bin/sh\ncd {directory}\n{launcher}\n")
+    path.chmod(0o755)
+    words = ["make", "train", "-o", ".venv/installed", f"LAUNCH={path}"]
+    running = subprocess.Popen(words, cwd=ROOT, stderr=subprocess.PIPE, text=True, **options)
+    while not (directory / "started").exists():
+        time.sleep(0.1)
+    return running
+
+
 @pytest.mark.parametrize(
     ("interrupt", "training", "has_ps"),
     [
@@ -211,16 +223,9 @@ def test_make_reports_a_failed_training_as_an_error_but_not_ctrl_c(interrupt, tr
     if not has_ps:  # as in a slim container
         (tmp_path / "ps").write_text("#!/bin/sh\nexit 127\n")
         (tmp_path / "ps").chmod(0o755)
-    launcher = tmp_path / "launcher"
-    launcher.write_text(f"#!/bin/sh\ncd {tmp_path}\ntouch started\n{training}\n")
-    launcher.chmod(0o755)
-    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    words = ["make", "train", "-o", ".venv/installed", f"LAUNCH={launcher}"]
-    options = {"stderr": subprocess.PIPE, "text": True, "start_new_session": True}
-    options["preexec_fn"] = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # a background job ignores it
-    running = subprocess.Popen(words, cwd=ROOT, env=shell_environment() | path, **options)
-    while not (tmp_path / "started").exists():
-        time.sleep(0.1)
+    env = shell_environment() | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    heeded = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731  a background job ignores it
+    running = make_train(tmp_path, f"touch started\n{training}", env=env, start_new_session=True, preexec_fn=heeded)
     if interrupt:
         os.killpg(running.pid, signal.SIGINT)  # as a terminal does
     errors = running.communicate(timeout=30)[1]
@@ -231,16 +236,9 @@ def test_make_reports_a_failed_training_as_an_error_but_not_ctrl_c(interrupt, tr
 
 def test_kill_of_make_ends_its_launcher_and_nobody_else(tmp_path):
     """Also where Ctrl-C is ignored, as in a script's background job, and make is in the process group of its caller."""
-    launcher = tmp_path / "launcher"
-    launcher.write_text(
-        f"#!/bin/sh\ncd {tmp_path}\ntrap 'touch ended; exit' TERM\ntouch started\nwhile :; do sleep 0.1; done\n"
-    )
-    launcher.chmod(0o755)
-    words = ["make", "train", "-o", ".venv/installed", f"LAUNCH={launcher}"]
+    launcher = "trap 'touch ended; exit' TERM\ntouch started\nwhile :; do sleep 0.1; done"
     ignored = lambda: signal.signal(signal.SIGINT, signal.SIG_IGN)  # noqa: E731
-    running = subprocess.Popen(words, cwd=ROOT, env=shell_environment(), stderr=subprocess.PIPE, preexec_fn=ignored)
-    while not (tmp_path / "started").exists():
-        time.sleep(0.1)
+    running = make_train(tmp_path, launcher, env=shell_environment(), preexec_fn=ignored)
     running.terminate()
     running.communicate(timeout=30)
     assert running.returncode == -signal.SIGTERM
