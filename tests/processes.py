@@ -199,6 +199,7 @@ def _become(argv: tuple[str, ...], env: dict[str, str], cwd: str, output_paths: 
     os.setsid()
     os.environ.clear()
     os.environ.update(env)
+    tempfile.tempdir = None  # to be read from TMPDIR
     os.chdir(cwd)
     for descriptor, path in enumerate(output_paths, 1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)

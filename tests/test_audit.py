@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -23,7 +22,7 @@ from recipe.monitor.metrics import sha256_before
 from recipe.utils.checkpoints import checkpoints
 from tests import processes as programs
 from tests.checkpoint import change_state, replace_files
-from tests.conftest import ROOT, SHAKESPEARE, TINY, environment, forget_after, launch, metrics, ok, tiny_flags, train
+from tests.conftest import ROOT, SHAKESPEARE, TINY, forget_after, launch, metrics, ok, tiny_flags, train
 
 KEPT = {"save_steps": 5, "save_total_limit": 9, "logging_steps": 2, "sample_steps": 10}
 STEPS = [f"step_{step:08d}" for step in (5, 10, 15, 20)]
@@ -268,14 +267,12 @@ def test_a_run_continued_from_a_copied_checkpoint_holds(shards, resumed_run, tmp
 
 def test_a_terminated_audit_deletes_its_files(whole_run, tmp_path):
     """By SIGTERM to the audit alone, as from `timeout`: the trainer has its own session."""
-    command = [sys.executable, "-m", "recipe.audit", whole_run[0]]
-    env = environment({"TMPDIR": str(tmp_path)})
-    process = subprocess.Popen(command, cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True)
-    while not list(tmp_path.glob("audit-*/*/replay.log")) and process.poll() is None:
+    running = programs.Running("-m", "recipe.audit", whole_run[0], env={"TMPDIR": str(tmp_path)})
+    while not list(tmp_path.glob("audit-*/*/replay.log")) and running.codes == [None]:
         time.sleep(0.05)
-    process.send_signal(signal.SIGTERM)
-    assert "stopped; the run is unchanged" in process.communicate(timeout=60)[1]
-    assert process.returncode == 130
+    running.send_signal(signal.SIGTERM)
+    assert running.wait(60) == 130, running.output
+    assert "stopped; the run is unchanged" in running.stderr
     assert not list(tmp_path.glob("audit-*"))
 
 
