@@ -40,16 +40,15 @@ def fused(directory) -> bool:
 
 
 @pytest.fixture(scope="module")
-def unfused_run(shards, tmp_path_factory):
-    directory = tmp_path_factory.mktemp("plain") / "run"
-    assert run(shards, directory, "right", fused_loss="false") == ""
+def unfused_run(shards, once):
+    directory, line = once("unfused", lambda directory: run(shards, directory, "right", fused_loss="false"))
+    assert line == ""
     return directory
 
 
 @pytest.fixture(scope="module")
-def fused_run(shards, tmp_path_factory):
-    directory = tmp_path_factory.mktemp("chosen") / "run"
-    return directory, run(shards, directory, "right")
+def fused_run(shards, once):
+    return once("fused", lambda directory: run(shards, directory, "right"))
 
 
 def test_a_kernel_that_is_right_and_faster_is_used(fused_run, unfused_run):

@@ -31,15 +31,14 @@ def run(shards, directory, memory: str, processes: int = 0, code: int = 0, **fie
 
 
 @pytest.fixture(scope="module")
-def automatic(shards, tmp_path_factory):
-    directory = tmp_path_factory.mktemp("auto") / "run"
-    return directory, run(shards, directory, "150e6")
+def automatic(shards, once):
+    return once("automatic", lambda directory: run(shards, directory, "150e6").stdout)
 
 
 def test_a_run_with_auto_equals_one_with_the_number_it_chooses(shards, automatic, tmp_path):
-    directory, result = automatic
-    assert re.search(r"\nmicro      4 sequences a device: [\d.]+ MB of 150 MB, an estimate\n", result.stdout)
-    assert "batch      256 tokens = 1 process x 2 micro-steps x 4 sequences x 32" in result.stdout
+    directory, output = automatic
+    assert re.search(r"\nmicro      4 sequences a device: [\d.]+ MB of 150 MB, an estimate\n", output)
+    assert "batch      256 tokens = 1 process x 2 micro-steps x 4 sequences x 32" in output
     fixed = run(shards, tmp_path / "run", "150e6", micro_batch_size=4)
     assert "micro   " not in fixed.stdout
     assert recorded(directory, "loss", "grad_norm") == recorded(tmp_path / "run", "loss", "grad_norm")
