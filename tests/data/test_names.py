@@ -70,14 +70,6 @@ def test_text_may_be_in_the_directory_of_shards_or_of_runs(workdir, name):
     assert "tokenizing" not in output
 
 
-def test_a_recursive_glob_reads_subdirectories(workdir):
-    for number, directory in enumerate(("texts", "texts/more", "texts/more/still")):
-        (workdir / directory).mkdir()
-        write_jsonl(workdir / directory / "a.jsonl", DOCUMENTS[10 * number : 10 * number + 10])
-    _, _, data = opened("--dataset_name=texts/**/*.jsonl")
-    assert tokens_in(data.dataset_name, "train") + tokens_in(data.dataset_name, "val") == tokens_of(DOCUMENTS[:30])
-
-
 def test_with_val_data_all_of_the_text_is_trained_on(workdir):
     write_jsonl(workdir / "train.jsonl", DOCUMENTS[:30])
     (workdir / "val.txt").write_text(TEXT[5000:9000])
