@@ -6,8 +6,25 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
 from eval import common
+
+TOKENIZERS: dict[tuple, object] = {}
+
+
+@pytest.fixture(autouse=True)
+def tokenizers_are_read_once(monkeypatch):
+    """From directories whose files are the same: GPT-2's take up to a second, and many tests load several models."""
+    read = AutoTokenizer.from_pretrained
+
+    def read_once(name, **options):
+        key = tuple(path.read_bytes() for path in sorted(Path(name).glob("*.json")) if path.name != "results.json")
+        if key not in TOKENIZERS or not key:
+            TOKENIZERS[key] = read(name, **options)
+        return TOKENIZERS[key]
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", read_once)
 
 
 def load(directory) -> common.Loaded:
