@@ -99,11 +99,7 @@ def test_the_paired_intervals_by_hand():
     assert losses["ci95"] == pytest.approx([14.5 - half_width, 14.5 + half_width])
 
 
-def test_the_interval_of_losses_covers_and_few_windows_have_none():
-    rng = np.random.default_rng(1)
-    draws = rng.normal(0.1, 1, (2000, 30))
-    intervals = [compare.compare_means("loss", draw, np.zeros(30))["ci95"] for draw in draws]
-    assert 0.93 < np.mean([low <= 0.1 <= high for low, high in intervals]) < 0.96
-    row = compare.compare_means("loss", draws[0, :29], np.zeros(29))
+def test_few_windows_have_no_interval():
+    row = compare.compare_means("loss", np.random.default_rng(1).normal(size=29), np.zeros(29))
     assert row["ci95"] is None
     assert "[" not in comparison_row(row)[3]
