@@ -33,6 +33,11 @@ VARIABLES := $(shell sed -En 's/^(export )?([A-Z_]+) \?=.*/\2/p' $(lastword $(MA
 FOREIGN := BIN LAUNCH SHELL MAKE% ACCELERATE_% CUDA_% HF_% NCCL_% OMP_% PYTORCH_% TORCH_% TPU_% WANDB_%
 UNKNOWN := $(strip $(foreach name,$(filter-out $(VARIABLES) $(FOREIGN),$(.VARIABLES)),$(if $(findstring command line,$(origin $(name))),$(name))))
 $(if $(UNKNOWN),$(error unknown variable $(UNKNOWN); there are $(VARIABLES), and one of the environment goes before make))
+# So is one that the targets' rules do not use, as HOURS=2 for `make train`.
+RULES := $(shell awk -v goals=" $(or $(MAKECMDGOALS),start) " '/^[a-z.][^ :]*:/ {on = index(goals, " " substr($$0, 1, index($$0, ":") - 1) " ")} on' $(lastword $(MAKEFILE_LIST)))
+END := )
+USED = $(RULES) $(foreach name,TRAIN BEST WHICH BENCH_ARGS LAUNCH XDIST,$(if $(findstring $(name)$(END),$(RULES)),$(value $(name))))
+UNUSED = $(strip $(foreach name,$(filter-out PYTHON ACCELERATE $(FOREIGN),$(VARIABLES)),$(if $(findstring command line,$(origin $(name))),$(if $(findstring $(name)$(END),$(USED)),,$(name)))))
 
 # Quote a text, or a variable's value, as one shell word, whatever it contains.
 quoted = '$(subst ','\'',$(1))'
@@ -43,7 +48,7 @@ VENV := $(if $(findstring tpu,$(notdir $(ACCELERATE))),.venv-tpu,.venv)
 BIN := $(VENV)/bin
 # --quiet: after the process fails, the last line is its error message, not the launcher's traceback. With several
 # processes torchrun's traceback follows the message all the same.
-LAUNCH := $(BIN)/accelerate launch --quiet --config_file $(ACCELERATE) $(if $(PROCESSES),--num_processes $(PROCESSES))
+LAUNCH = $(BIN)/accelerate launch --quiet --config_file $(ACCELERATE) $(if $(PROCESSES),--num_processes $(PROCESSES))
 # On Ctrl-C the trainer saves a checkpoint, and the launcher, which as a command in the background ignores Ctrl-C, waits
 # for it; one that has not started the trainer yet is ended (a slim container has no ps, and it is not). make then ends
 # too, without calling it an error. `kill` of make ends the launcher, by whose death the trainer stops.
@@ -53,11 +58,13 @@ launched = stopped=; $(LAUNCH) $(1) & pid=$$!; \
 	until wait $$pid; do kill -0 $$pid 2>/dev/null || { [ $$stopped ]; exit; }; done
 # What must be installed for a training run.
 TRAINING := $(VENV)/installed $(if $(findstring zero,$(ACCELERATE)),.venv/installed-deepspeed) $(if $(findstring --report_to,$(ARGS)),$(VENV)/installed-trackers)
-TRAIN = recipe/train.py --config $(call as_word,CONFIG) $(if $(FRESH),--fresh) $(ARGS)
-BEST = recipe/best.py $(if $(TEXT),--text=$(call as_word,TEXT)) $(if $(HOURS),--hours $(HOURS)) $(if $(DOLLARS),--dollars $(DOLLARS)) $(if $(PRICE),--price_per_hour $(PRICE)) $(if $(DEVICE),--device $(call as_word,DEVICE)) $(if $(FRESH),--fresh) $(ARGS)
-XDIST := -n $(WORKERS) --maxprocesses 4 --dist worksteal
+# A run or a model, by either name, as one word, in which the shell would not expand ~.
+WHICH = $(if $(MODEL)$(RUN),$(call quoted,$(patsubst ~/%,$(HOME)/%,$(or $(MODEL),$(RUN)))))
+TRAIN = recipe/train.py --config $(call as_word,CONFIG) $(if $(filter-out 0 no false,$(FRESH)),--fresh) $(ARGS)
+BEST = recipe/best.py $(if $(TEXT),--text=$(call as_word,TEXT)) $(if $(HOURS),--hours $(HOURS)) $(if $(DOLLARS),--dollars $(DOLLARS)) $(if $(PRICE),--price_per_hour $(PRICE)) $(if $(DEVICE),--device $(call as_word,DEVICE)) $(if $(filter-out 0 no false,$(FRESH)),--fresh) $(ARGS)
+XDIST = -n $(WORKERS) --maxprocesses 4 --dist worksteal
 # Benchmarks choose their own recipe and output for the device, unless CONFIG or OUT is given.
-BENCH_ARGS = $(if $(filter-out file,$(origin CONFIG)),--config $(call as_word,CONFIG)) $(if $(filter-out file,$(origin OUT)),--out $(OUT)) $(ARGS)
+BENCH_ARGS = $(if $(filter-out file,$(origin CONFIG)),--config $(call as_word,CONFIG)) $(if $(filter-out file,$(origin OUT)),--out $(call as_word,OUT)) $(ARGS)
 
 # The tests that show in a minute whether a change has broken the core.
 FAST := tests/model/test_gpt2.py tests/data/test_dataset.py $(addprefix tests/test_train.py::,\
@@ -66,6 +73,8 @@ FAST := tests/model/test_gpt2.py tests/data/test_dataset.py $(addprefix tests/te
 LIST = awk '/^\#\#@ / {printf "\n%s\n", substr($$0, 5)} /^[a-z-]+:.*\#\# / {split($$0, part, /:.*\#\# /); printf "  make %-14s %s\n", part[1], part[2]}' $(firstword $(MAKEFILE_LIST))
 # Installs into the environment of a target; the constraints file and pip's arguments follow.
 INSTALL = bash .ci/install $(@D)
+
+$(if $(and $(strip $(RULES)),$(UNUSED)),$(error make $(MAKECMDGOALS) does not use $(UNUSED); see make help))
 
 .DEFAULT_GOAL := start
 .DELETE_ON_ERROR:
@@ -85,7 +94,7 @@ help:
 	@echo "  PROCESSES the number of processes, ARGS any other flags:"
 	@echo "    make train CONFIG=recipe/configs/gpt2.yaml PROCESSES=2 \\"
 	@echo "      ACCELERATE=accelerate_configs/ddp.yaml"
-	@echo "    make train ARGS='--learning_rate 1e-3 --run_name mine'"
+	@echo "    make train ARGS='--dataset_name my.txt --run_name mine'"
 
 ##@ Train
 
@@ -116,41 +125,41 @@ data: $(VENV)/installed ## tokenize CONFIG's data before training
 	$(BIN)/python -m recipe.data.prepare --config $(call as_word,CONFIG) $(ARGS)
 
 checkpoints: $(VENV)/installed ## list RUN's checkpoints and verify each
-	$(BIN)/python -m recipe.checkpoint $(RUN) $(ARGS)
+	$(BIN)/python -m recipe.checkpoint $(WHICH) $(ARGS)
 
 ##@ Inspect and evaluate
 
 sample: $(VENV)/installed ## continue PROMPT with MODEL (default: the newest run)
-	$(BIN)/python -m eval.sample $(MODEL) --prompt $(call as_word,PROMPT) $(ARGS)
+	$(BIN)/python -m eval.sample $(WHICH) --prompt $(call as_word,PROMPT) $(ARGS)
 
 chat: $(VENV)/installed ## continue what you type, line by line (Ctrl-D ends)
-	@$(BIN)/python -m eval.sample $(MODEL) --interactive $(ARGS)
+	@$(BIN)/python -m eval.sample $(WHICH) --interactive $(ARGS)
 
 report: $(VENV)/installed ## curves of RUN as a web page; does its loss look right?
-	$(BIN)/python -m eval.report $(RUN) $(if $(filter-out file,$(origin OUT)),--out $(OUT)) $(ARGS)
+	$(BIN)/python -m eval.report $(WHICH) $(if $(filter-out file,$(origin OUT)),--out $(call as_word,OUT)) $(ARGS)
 
 audit: $(VENV)/installed ## replay the last steps of RUN or REPO and compare
-	$(BIN)/python -m recipe.audit $(if $(REPO),--repo $(REPO),$(RUN)) $(ARGS)
+	$(BIN)/python -m recipe.audit $(if $(REPO),--repo $(REPO),$(WHICH)) $(ARGS)
 
 eval-val: $(VENV)/installed ## validation loss, perplexity and bits per byte of MODEL
-	$(BIN)/python -m eval.perplexity $(MODEL) $(ARGS)
+	$(BIN)/python -m eval.perplexity $(WHICH) $(ARGS)
 
 eval-hellaswag: $(VENV)/installed ## HellaSwag, both published ways (LIMIT=500: a quick look)
-	$(BIN)/python -m eval.hellaswag $(MODEL) $(if $(LIMIT),--limit $(LIMIT)) $(ARGS)
+	$(BIN)/python -m eval.hellaswag $(WHICH) $(if $(LIMIT),--limit $(LIMIT)) $(ARGS)
 
 eval-lm: .venv/installed-eval ## lm-evaluation-harness (TASKS=lambada_openai,wikitext)
-	.venv/bin/python -m eval.harness $(MODEL) --tasks $(TASKS) $(if $(LIMIT),--limit $(LIMIT)) $(ARGS)
+	.venv/bin/python -m eval.harness $(WHICH) --tasks $(TASKS) $(if $(LIMIT),--limit $(LIMIT)) $(ARGS)
 
 compare: $(VENV)/installed ## MODEL vs. WITH (default: GPT-2): loss, HellaSwag, a sample
-	$(BIN)/python -m eval.compare $(MODEL) --other $(WITH) $(if $(LIMIT),--limit $(LIMIT)) $(ARGS)
+	$(BIN)/python -m eval.compare $(WHICH) --other $(call as_word,WITH) $(if $(LIMIT),--limit $(LIMIT)) $(ARGS)
 
 ##@ Share
 
 export: $(VENV)/installed ## the newest checkpoint of RUN, with its model card, into OUT
-	$(BIN)/python -m recipe.hub.export $(RUN) --out $(OUT) $(ARGS)
+	$(BIN)/python -m recipe.hub.export $(WHICH) --out $(call as_word,OUT) $(ARGS)
 
 push: $(VENV)/installed ## upload RUN's milestones and newest checkpoint to REPO
-	$(BIN)/python -m recipe.hub.export push $(RUN) --repo "$(REPO)" $(ARGS)
+	$(BIN)/python -m recipe.hub.export push $(WHICH) --repo "$(REPO)" $(ARGS)
 
 ##@ Measure speed
 

@@ -258,6 +258,20 @@ def test_make_passes_a_variable_with_shell_characters_as_one_word():
         assert word in words or f"--text={word}" in words, target
 
 
+def test_make_takes_a_run_by_either_name_and_refuses_variables_that_it_would_ignore():
+    """It once exported another run than MODEL's, and trained on another text than TEXT."""
+    for target in ("sample", "chat", "eval-val", "compare", "report", "audit", "checkpoints", "export", "push"):
+        for variable in ("RUN", "MODEL"):
+            assert "/a run" in shlex.split(make("-n", target, f"{variable}=/a run")), target
+    for words in (["train", "TEXT=own.txt"], ["train", "HOURS=1"], ["best", "CONFIG=gpt2"], ["export", "LIMIT=5"]):
+        result = subprocess.run(["make", "-n", *words], cwd=ROOT, capture_output=True, text=True, check=False)
+        variable = words[1].partition("=")[0]
+        assert f"make {words[0]} does not use {variable}; see make help" in result.stderr
+    assert [("--fresh" in make("-n", "train", f"FRESH={value}")) for value in ("1", "0", "no", "")] == [True] + 3 * [
+        False
+    ]
+
+
 @pytest.mark.parametrize("words", ["--help", "--dry_run 8xh100"])
 def test_where_make_trains_nothing_it_samples_from_nothing(words):
     assert not any("eval.sample" in make("-n", target, f"ARGS={words}") for target in ("train", "best"))

@@ -240,12 +240,11 @@ def outcome(config: Config, metrics: Metrics, val_loss: float) -> Iterator[str]:
     yield "next       load it, continue a text, see the curves, or make a directory to share:"
     yield f"  transformers.AutoModelForCausalLM.from_pretrained({str(checkpoint_path(run_dir, steps))!r})"
     make, run = _words_for_make(run_dir)
-    yield from (f"  {make} sample MODEL={run}", f"  {make} report RUN={run}", f"  {make} export RUN={run}")
+    yield from (f"  {make} {target} RUN={run}" for target in ("sample", "report", "export"))
 
 
 def _words_for_make(run_dir: Path) -> tuple[str, str]:
     """make, with the directory of its Makefile where that is another one, and a run as the value of RUN."""
     in_root = Path.cwd() == ROOT
     run = str(run_dir if in_root else run_dir.resolve())
-    run = shlex.quote(shlex.quote(run))  # for this shell and for that of make, to which RUN may be several words
-    return "make" if in_root else f"make -C {shlex.quote(str(ROOT))}", run
+    return "make" if in_root else f"make -C {shlex.quote(str(ROOT))}", shlex.quote(run)

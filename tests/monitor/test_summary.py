@@ -190,7 +190,7 @@ def test_the_closing_panel(whole_run, monkeypatch, tmp_path):
     run, _, output = whole_run
     assert output.splitlines()[-4:] == [
         f"  transformers.AutoModelForCausalLM.from_pretrained('{run}/step_00000020')",
-        f"  make sample MODEL={run}",
+        f"  make sample RUN={run}",
         f"  make report RUN={run}",
         f"  make export RUN={run}",
     ]
