@@ -178,6 +178,8 @@ def _recipe(path: Path) -> dict:
     values = _load(content, str(path), expected) or {}
     if not isinstance(values, dict):
         raise UserError(f"{path}: {expected}")
+    if base := next((name for name in ("config", "extends") if name in values), ""):
+        raise UserError(f"{path}: {base}: a recipe cannot extend another; copy it, or give flags beside --config NAME")
     return values
 
 
