@@ -29,6 +29,9 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # see train.py
 if __package__ in (None, ""):  # as a script
     sys.path[0] = str(Path(__file__).resolve().parents[1])
+    from recipe.utils.errors import check_packages
+
+    check_packages()
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # see train.py
 
 import psutil

@@ -31,6 +31,9 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until main listens; the imports take seconds
 if __package__ in (None, ""):  # as a script
     sys.path[0] = str(Path(__file__).resolve().parents[1])
+    from recipe.utils.errors import check_packages
+
+    check_packages()
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as in train.py
 
 import torch

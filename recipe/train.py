@@ -7,19 +7,15 @@ import logging
 import os
 import signal
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until StopSignal handles it; the imports take seconds
 if __package__ in (None, ""):  # as a script: import from the repository root, not from recipe/
     sys.path[0] = str(Path(__file__).resolve().parents[1])
-    if find_spec("accelerate") is None:
-        print(
-            f"error: {sys.executable} lacks Accelerate; use .venv/bin/python, which `make train` sets up",
-            file=sys.stderr,
-        )
-        sys.exit(2)
+    from recipe.utils.errors import check_packages
+
+    check_packages()
 # Set before torch loads OpenMP: a thread that waits for others soon yields its core. By default it spins, and two runs
 # that share cores reach a sixth of their possible throughput (docs/log.md).
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")

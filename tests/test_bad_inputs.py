@@ -253,9 +253,11 @@ def test_bad_input(in_process, box, monkeypatch, name):
 def test_a_python_without_the_dependencies_is_told_which_one_has_them(tmp_path):
     venv.create(tmp_path, with_pip=False, symlinks=True)
     python = tmp_path / "bin" / "python"
-    result = subprocess.run([python, "recipe/train.py"], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert result.returncode == 2
-    assert result.stderr == f"error: {python} lacks Accelerate; use .venv/bin/python, which `make train` sets up\n"
+    for script in ("train", "best", "preflight"):
+        command = [python, f"recipe/{script}.py"]
+        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        assert result.returncode == 2
+        assert result.stderr == f"error: {python} lacks Accelerate; use .venv/bin/python, which `make train` sets up\n"
 
 
 def refused(argv: list, env: dict | None = None) -> str:

@@ -2,9 +2,11 @@
 
 import argparse
 import os
+import sys
 from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager
 from enum import IntEnum
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
 
@@ -50,6 +52,14 @@ class ExitCode(IntEnum):
     NOT_SAVED = 74  # EX_IOERR: the last checkpoint could not be written
     RUN_AGAIN = 75  # EX_TEMPFAIL: stopped, lost a process, or an upload is incomplete; the same command continues
     INTERRUPTED = 130  # Ctrl-C with nothing to save, or a second Ctrl-C
+
+
+def check_packages() -> None:
+    """Ends the process if its Python has not the packages, as one outside the environment of make has not."""
+    if find_spec("accelerate") is None:
+        message = f"error: {sys.executable} lacks Accelerate; use .venv/bin/python, which `make train` sets up"
+        print(message, file=sys.stderr)
+        sys.exit(ExitCode.USER_ERROR)
 
 
 @contextmanager
