@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import os
+import shlex
 import socket
 from collections.abc import Generator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
@@ -121,8 +122,8 @@ def continue_from(run_dir: Path, config: dict, *, locked: bool = False) -> Path 
     if not 0 < decay_start < step_of(newest) or config["max_steps"] <= saved_optimizer.max_steps:
         return newest
     path = checkpoint_path(run_dir, decay_start)
-    if problems := verify(path):
-        logger.warning("decayed    %s, the last checkpoint before the decay, cannot be used: %s", path, problems[0])
+    if problem := ", ".join(verify(path)[:1]) if path.exists() else "it was not saved":
+        logger.warning("decayed    %s, the last checkpoint before the decay, cannot be used: %s", path, problem)
         return newest
     return path
 
@@ -151,8 +152,8 @@ def check_same_run(state: dict, config: dict, tokenizer: GPT2Tokenizer, run_dir:
         k: f"{k} {saved_config[k]!r} -> {v!r}" for k, v in config.items() if k in saved_config and saved_config[k] != v
     }
     if "run_name" in changes:
-        renamed = f"--run_name {saved_config['run_name']} --output_dir {run_dir}"
-        raise UserError(f"{run_dir} holds another run: {changes['run_name']}; continue it with {renamed}, {way_out}")
+        renamed = f"--run_name {saved_config['run_name']} --output_dir {shlex.quote(str(run_dir))}"
+        raise UserError(f"{run_dir} holds another run: {changes['run_name']}; {way_out}, or continue it: {renamed}")
     conflicts = [changes[k] for k in _IDENTITY if k in changes]
     if saved_tokenizer["digest"] != tokenizer.digest:
         old_name, new_name = saved_tokenizer["name"], tokenizer.name

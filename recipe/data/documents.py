@@ -36,9 +36,14 @@ MAX_PIECE = 1 << 20
 _SAFE_CUT = re.compile(r"[^\W_](?=[ \n])")
 _BATCH_CHARS = 1 << 17  # characters that a thread tokenizes at once; more if one piece is longer
 _WAY_OUT = (
-    "is it complete, and UTF-8? Unpack it, or convert it: a PDF by pdftotext, text by iconv -f ENCODING -t UTF-8 FILE "
-    "> NEW, where ENCODING is often CP1252 or UTF-16; iconv -c -f UTF-8 -t UTF-8 drops invalid bytes"
+    "is it complete, and UTF-8? Unpack it, or convert it: iconv -f ENCODING -t UTF-8 FILE > NEW, where ENCODING is "
+    "often CP1252 or UTF-16; iconv -c -f UTF-8 -t UTF-8 drops invalid bytes"
 )
+# Of files that are not text: how they begin, and what to do.
+_NOT_TEXT = {
+    b"PK\x03\x04": "a ZIP archive, as .docx, .odt and .epub are: unpack it, or save its text as .txt",
+    b"%PDF": "a PDF: convert it by pdftotext",
+}
 _JSON_FORMAT = "expected one object per line, or in .json an array of objects"
 
 Content = str | np.ndarray  # of a piece, never empty: text, or token ids, (tokens,), uint16
@@ -240,6 +245,8 @@ class TextFiles:
             return
         with path.open("rb") as packed_file:
             raw = io.BufferedReader(pa.input_stream(packed_file, PACKED.get(path.suffix.lower())), 1 << 20)
+            if kind := next((kind for start, kind in _NOT_TEXT.items() if raw.peek().startswith(start)), ""):
+                raise UserError(f"{path} is {kind}")
             file = io.TextIOWrapper(raw, encoding="utf-8-sig", newline="\n")
             if suffix in (".csv", ".tsv"):
                 rows = _rows_of(file, self.column, path)

@@ -20,7 +20,7 @@ import tiktoken
 from tokenizers import Tokenizer
 
 from recipe.utils.download import local_copy
-from recipe.utils.errors import UserError, first_line
+from recipe.utils.errors import UserError, first_line, writing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -236,5 +236,6 @@ def train_tokenizer(texts: Iterable[str], directory: Path | str, vocab_size: int
     """Trains a byte-level BPE of `vocab_size` tokens, including end-of-text, and saves it to `directory`, which it
     returns."""
     tokenizer = hf_tokenizer().train_new_from_iterator(texts, vocab_size, show_progress=False)
-    tokenizer.save_pretrained(directory)
+    with writing(Path(directory), "fix that"):
+        tokenizer.save_pretrained(directory)
     return Path(directory)

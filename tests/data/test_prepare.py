@@ -393,6 +393,8 @@ def zipped(data: bytes) -> bytes:
         ("d.tsv", b"id,text\n1,a\n", r": no column 'text'; there are: id,text\. .* separated by '\\t'"),
         ("d.csv", b"text,text\na,b\n", "2 columns are called 'text'; rename one"),
         ("d.csv", b"", "holds no text"),
+        ("thesis.docx", b"PK\x03\x04...", r" is a ZIP archive, as \.docx, .* save its text as \.txt$"),
+        ("thesis.pdf", b"%PDF-1.7", r" is a PDF: convert it by pdftotext$"),
         (
             "d.txt",
             b"caf\xe9",
@@ -407,7 +409,6 @@ def zipped(data: bytes) -> bytes:
         ("d.txt", b"plain " * 400 + bytes(2000), r" cannot be read \(it holds NUL characters\)"),
         ("d.txt.gz", zipped(b"caf\xe9"), r" cannot be read \(not UTF-8: byte 0x"),
         ("d.txt", zipped(b"plain"), r" cannot be read \(not UTF-8: byte 0x8b in line 1\); .* Unpack it, or convert it"),
-        ("d.zip", b"PK\x03\x04\x14\x00\x08\x00" + bytes(range(128, 256)), " cannot be read .* Unpack it"),
         ("d.txt.zst", b"nonsense", " cannot be read"),
         ("d.tar.gz", gzip.compress(archive("a.txt", 5 * TEXT[:9000])), r" cannot be read \(it holds NUL .* Unpack it"),
         ("d.txt", b"\xef\xbb\xbf", "holds no text"),
