@@ -74,7 +74,7 @@ LIST = awk '/^\#\#@ / {printf "\n%s\n", substr($$0, 5)} /^[a-z-]+:.*\#\# / {spli
 # Installs into the environment of a target; the constraints file and pip's arguments follow.
 INSTALL = bash .ci/install $(@D)
 
-$(if $(and $(strip $(RULES)),$(UNUSED)),$(error make $(MAKECMDGOALS) does not use $(UNUSED); see make help))
+$(if $(and $(strip $(RULES)),$(UNUSED)),$(error make $(or $(MAKECMDGOALS),start) does not use $(UNUSED); see make help))
 
 .DEFAULT_GOAL := start
 .DELETE_ON_ERROR:
