@@ -13,14 +13,16 @@ from eval.published import ACCURACIES, HELLASWAG_ROWS
 from eval.scores import comparison_row
 
 GPT2 = "openai-community/gpt2"
-MIN_WINDOWS = 30  # with fewer, the normal approximation's interval is too narrow: at 10 it covers 91 % instead of 95 %
+BLOCKS = 20  # of consecutive windows, which are alike, whose means are all but independent
+T_95 = 2.093  # Student's t for 95 %, with a degree of freedom less than there are blocks
 
 
 def compare_means(metric: str, values: np.ndarray, other_values: np.ndarray) -> dict:
     """A row of the table: both models' means over the same n rows or windows, and their difference with its 95 %
-    interval (normal approximation), None for fewer than MIN_WINDOWS. For accuracies (bool), half a row is added to each
-    of a pair's four outcomes, so that the interval is not empty where no row differs (Agresti and Min 2005, "Simple
-    improved confidence intervals for comparing matched proportions")."""
+    interval. For accuracies (bool), half a row is added to each of a pair's four outcomes, so that the interval is not
+    empty where no row differs (Agresti and Min 2005, "Simple improved confidence intervals for comparing matched
+    proportions"). For losses it is that of the means of BLOCKS blocks, None for fewer windows than two a block:
+    windows of one document are not independent."""
     differences, n = values.astype(float) - other_values, len(values)
     means = {"ours": float(values.mean()), "theirs": float(other_values.mean())}
     row = {"metric": metric, "n": n} | means | {"difference": float(differences.mean()), "ci95": None}
@@ -28,8 +30,9 @@ def compare_means(metric: str, values: np.ndarray, other_values: np.ndarray) -> 
         center = differences.sum() / (n + 2)
         variance = ((differences**2).sum() + 1) / (n + 2) - center**2
         half_width = 1.96 * (variance / (n + 2)) ** 0.5
-    elif n >= MIN_WINDOWS:
-        center, half_width = differences.mean(), 1.96 * differences.std(ddof=1) / n**0.5
+    elif n >= 2 * BLOCKS:
+        block_means = [block.mean() for block in np.array_split(differences, BLOCKS)]
+        center, half_width = differences.mean(), T_95 * np.std(block_means, ddof=1) / BLOCKS**0.5
     else:
         return row
     return row | {"ci95": [float(center - half_width), float(center + half_width)]}
@@ -68,7 +71,9 @@ def main() -> None:
     """Compares two models, prints the table and writes it beside the first model. Raises UserError."""
     parser = common.parser("Two models side by side.", batch_size=16, batch_unit="rows or windows")
     parser.add_argument("--other", default=GPT2, metavar="MODEL", help=f"the second model (default: {GPT2})")
-    parser.add_argument("--limit", type=common.positive_int, help="the first N rows of HellaSwag (default: all 10,042)")
+    parser.add_argument(
+        "--limit", type=common.positive_int, help="N evenly spaced rows of HellaSwag (default: all 10,042)"
+    )
     parser.add_argument("--prompt", type=common.utf8, default="The", help="text that both models continue")
     perplexity.add_arguments(parser)
     args = parser.parse_args()
@@ -81,7 +86,7 @@ def main() -> None:
         hellaswag.correct(hellaswag.score_rows(m.lm, examples, batch_size=args.batch_size, desc=m.name), examples)
         for m in (model, other)
     ]
-    part = "" if len(examples) == HELLASWAG_ROWS else f", first {len(examples):,} rows"
+    part = "" if len(examples) == HELLASWAG_ROWS else f", {len(examples):,} rows"
     for name, text in ACCURACIES.items():
         rows.append(compare_means(f"HellaSwag {text}{part}", *(correct[name] for correct in correct_rows)))
     print(f"\n{table(rows, model.name, other.name)}\n")

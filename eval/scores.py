@@ -28,9 +28,9 @@ def text_dataset(name: str, digest: str = "") -> dict:
 
 
 def hellaswag_scores(accuracies: dict[str, float | None], rows: int, method: str, when: str = "") -> list[dict]:
-    """The scores on the first `rows` rows, from those of ACCURACIES that were measured."""
+    """The scores on so many rows, from those of ACCURACIES that were measured."""
     complete = rows >= HELLASWAG_ROWS
-    count = f"{rows:,} rows" if complete else f"the first {rows:,} of {HELLASWAG_ROWS:,} rows"
+    count = f"{rows:,} rows" if complete else f"{rows:,} of {HELLASWAG_ROWS:,} rows"
     scores = []
     for name, title in ACCURACIES.items():
         if (p := accuracies.get(name)) is not None:
@@ -40,8 +40,11 @@ def hellaswag_scores(accuracies: dict[str, float | None], rows: int, method: str
 
 
 def ci95(p: float, n: int) -> float:
-    """Half the width of the 95 % interval of a fraction p of n rows: 1.96 sqrt(p (1 - p) / n)."""
-    return 1.96 * (p * (1 - p) / n) ** 0.5
+    """Half the width of the 95 % interval of a fraction p of n rows, which is not 0 where p is 0 or 1: with two right
+    and two wrong rows added (Agresti and Coull 1998)."""
+    n_added = n + 4
+    p_added = (p * n + 2) / n_added
+    return 1.96 * (p_added * (1 - p_added) / n_added) ** 0.5
 
 
 def merge_scores(previous: list[dict], new: list[dict]) -> list[dict]:

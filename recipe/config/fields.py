@@ -150,13 +150,18 @@ class OptimizerConfig:
     muon_learning_rate: float = setting(0.02, "peak learning rate of Muon", requires=("optim", "muon"), above=0)
     muon_weight_decay: float = setting(0.1, "Muon's weight decay", requires=("optim", "muon"), min=0)
     max_grad_norm: float = setting(1.0, "clip the global gradient norm to this (0: measure it only)", min=0)
+    # Among 128 values none is more than sqrt(127) = 11.3 standard deviations above the mean.
     skip_loss_z: float = setting(
-        0.0, "skip a step whose loss is this many standard deviations above the mean of the last 128 (0: never)", min=0
+        0.0,
+        "skip a step whose loss is this many standard deviations above the mean of the last 128 (0: never)",
+        min=0,
+        max=11,
     )
     skip_grad_z: float = setting(
         0.0,
         "skip a step whose gradient norm is this many standard deviations above the mean of the last 128 (0: never)",
         min=0,
+        max=11,
     )
 
     def ending_after(self, step: int) -> int:

@@ -56,13 +56,15 @@ class FsdpStrategy(Strategy):
         policy = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16 if self.device.precision == "bf16" else None, reduce_dtype=torch.float32
         )
+        if (
+            self.runtime.processes.nodes > 1
+        ):  # a node may have another init_from; DDP and ZeRO broadcast the weights, too
+            for p in model.parameters():
+                torch.distributed.broadcast(p.detach(), src=0, group=self.runtime.processes.cpu_group)
         mesh = init_device_mesh(self.device.type, (self.runtime.processes.world_size,))
         # The root holds the embeddings and the last layer norm: the head reads the embedding too.
         for module in (*model.transformer.h, model):  # one by one: no device ever holds the full model
-            for p in module.to(self.device.torch_device).parameters():
-                if not isinstance(p, DTensor):  # a block's, in the root
-                    torch.distributed.broadcast(p.detach(), src=0)  # as DDP does: a node may have another init_from
-            fully_shard(module, mesh=mesh, mp_policy=policy)
+            fully_shard(module.to(self.device.torch_device), mesh=mesh, mp_policy=policy)
 
     def _wrap(self, model: nn.Module, optimizer: Optimizer, batch: BatchPlan):
         return model, optimizer

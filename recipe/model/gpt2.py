@@ -203,7 +203,8 @@ class GPT2LMHeadModel(nn.Module):
 
     @torch.no_grad()
     def _init_weights(self, generator: torch.Generator) -> None:
-        """N(0, 0.02), residual projections scaled by 1/sqrt(2 n_layer), biases 0 (GPT-2 paper, section 2.3)."""
+        """N(0, 0.02), biases 0, as in transformers and nanoGPT (in OpenAI's code positions have 0.01); projections into
+        the residual stream scaled by 1/sqrt(2 n_layer) (GPT-2 paper, section 2.3)."""
         std = self.config.initializer_range
         for name, p in self.named_parameters():
             if p.ndim < 2:

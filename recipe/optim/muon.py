@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-# The quintic iteration, tuned for speed (Jordan et al.): five steps bring all singular values to about 0.7 to 1.2.
+# The quintic iteration, tuned for speed (Jordan et al.): five steps bring singular values to about 0.7 to 1.2, but for
+# the smallest of a square matrix.
 NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 NS_STEPS = 5
 # Matrix elements in a bucket, which is orthogonalized at once: all matrices together would take half as much memory

@@ -20,8 +20,9 @@ def make_optimizer(
     """AdamW, or with `optim: muon` Muon for the matrices inside the blocks and AdamW for the rest. set_lr sets the
     learning rates of each step.
 
-    Weight decay is on tensors of two or more dimensions only (matrices and embeddings, as in GPT-3). `adam` chooses
-    an implementation of AdamW (fused or capturable), `muon` holds Muon's own arguments (dtype, rank, world_size).
+    Weight decay is on tensors of two or more dimensions only (matrices and embeddings, as in nanoGPT and llm.c). `adam`
+    chooses an implementation of AdamW (fused or capturable), `muon` holds Muon's own arguments (dtype, rank,
+    world_size).
     """
     params = {name: p for name, p in model.named_parameters() if p.requires_grad}
     separate_matrices = config.optim == "muon" or config.matrix_learning_rate

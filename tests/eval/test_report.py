@@ -178,7 +178,7 @@ def test_the_page_is_self_contained_and_has_no_active_content(tmp_path, monkeypa
     assert not [attributes for _, attributes in tags if re.search(r"\s(on\w+|href)=", attributes)]
     assert all(a.count('src="') == a.count('src="data:image/png;base64,') for _, a in tags)
     assert not re.search(r"url\(|@import", text)
-    passages = ["&lt;b&gt;run", "0.3000 ± 0.0898 (100 rows)", "4.5850", "4.2500", "follows the reference"]
+    passages = ["&lt;b&gt;run", "0.3000 ± 0.0887 (100 rows)", "4.5850", "4.2500", "follows the reference"]
     passages += ["11 min 57 s", "step 700</summary>", "Hark, "]
     assert [passage for passage in passages if passage not in text] == []
     # The summary has a row for each quantity, so that its width does not grow with their number.

@@ -151,7 +151,7 @@ def test_partial_evaluations_are_not_in_model_index(card):
         },
     )
     assert card.data.eval_results is None
-    for words in ("the first 72 of 10,042 rows", "the first 20 of 10,042 rows", "the first 2 of 4 windows"):
+    for words in ("| 72 of 10,042 rows", "| 20 of 10,042 rows", "the first 2 of 4 windows"):
         assert words in card.text, words
 
 
