@@ -162,17 +162,17 @@ def open_run_directory(config: Config, processes: Processes) -> Generator[tuple[
     for all. A collective call. Raises UserError, on all processes."""
     run_dir, flat = Path(config.run.output_dir), redacted(config.flat())
     with ExitStack() as stack:
-        descriptor, path = -1, None  # on the other processes, and in a dry run
+        descriptor, path, sums = -1, None, {}  # on the other processes, and in a dry run
         with processes.shared_error("the run's directory cannot be opened"):
             if processes.is_main:
                 if not config.run.dry_run:
                     descriptor = stack.enter_context(run_directory(run_dir, fresh=config.run.fresh))
                 path = continue_from(run_dir, flat, locked=not config.run.dry_run)
-        path = processes.broadcast_object(path)
+                sums = manifest_of(path) if path else {}
+        path, sums = processes.broadcast_object((path, sums))
         if path is None:
             yield descriptor, None
             return
-        sums = processes.broadcast_object(manifest_of(path) if processes.is_main else None)
         with processes.shared_error(f"{path} cannot be used"):
             if not processes.is_main and processes.local_rank == 0:
                 _check_same_checkpoint(path, sums)
@@ -185,12 +185,12 @@ def open_run_directory(config: Config, processes: Processes) -> Generator[tuple[
 
 def _check_same_checkpoint(path: Path, sums: dict) -> None:
     """Raises UserError if this node does not see, at `path`, the intact checkpoint whose checksums are `sums`."""
-    if not path.exists():  # a file system may show it late: after a restart
+    if not path.exists():  # Unreachable: a restart may find it, where a file system shows a new file late
         raise Unreachable(f"{path} is not on every node: output_dir must be on a file system that all nodes share")
-    if problems := verify(path):
-        raise UserError(f"{path} is damaged on this node: {problems[0]}")
     if manifest_of(path) != sums:
         raise UserError(f"{path} is another one on this node: output_dir must be on a file system that all nodes share")
+    if problems := verify(path):
+        raise UserError(f"{path} is damaged on this node: {problems[0]}")
 
 
 def is_complete(config: Config, processes: Processes, checkpoint: Checkpoint | None) -> bool:

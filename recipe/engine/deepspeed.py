@@ -38,9 +38,9 @@ class ZeroStrategy(Strategy):
         handlers = [InitProcessGroupKwargs(timeout=START_TIMEOUT, **({"backend": "gloo"} if cpu else {}))]
         # DeepSpeed takes the precision from its own configuration, which `_wrap` completes.
         accelerator = start_accelerator(precision, "no", handlers, (DistributedType.DEEPSPEED,))
-        set_timeouts()
         stage = accelerator.state.deepspeed_plugin.zero_stage
-        runtime = Runtime(processes_of(accelerator), f"zero{stage}")
+        runtime = Runtime(processes_of(accelerator, START_TIMEOUT), f"zero{stage}")
+        set_timeouts()
         device = local_device(accelerator.device, precision, runtime.processes.local_world_size)
         return cls(device, runtime, accelerator)
 

@@ -56,9 +56,7 @@ class FsdpStrategy(Strategy):
         policy = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16 if self.device.precision == "bf16" else None, reduce_dtype=torch.float32
         )
-        if (
-            self.runtime.processes.nodes > 1
-        ):  # a node may have another init_from; DDP and ZeRO broadcast the weights, too
+        if self.runtime.processes.nodes > 1:  # as DDP and ZeRO do: a node may have another init_from
             for p in model.parameters():
                 torch.distributed.broadcast(p.detach(), src=0, group=self.runtime.processes.cpu_group)
         mesh = init_device_mesh(self.device.type, (self.runtime.processes.world_size,))

@@ -86,7 +86,7 @@ def _lost_peer(error: Exception) -> str:
     """What gloo, NCCL or the store, by which processes find each other, reports of the loss of another process; empty
     for other errors."""
     if isinstance(error, torch.distributed.DistStoreError | torch.distributed.DistNetworkError):
-        return first_line(error)
+        return "" if "EADDRINUSE" in str(error) else first_line(error)
     match = _LOST_PEER.search(str(error))
     return (match["gloo"] or match["nccl"]) if match else ""
 

@@ -66,8 +66,8 @@ class Strategy:
         handlers.append(InitProcessGroupKwargs(timeout=START_TIMEOUT))
         supported = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
         accelerator = start_accelerator(precision, mixed_precision, handlers, supported)
+        runtime = Runtime(processes_of(accelerator, START_TIMEOUT), cls._sharding)
         set_timeouts()
-        runtime = Runtime(processes_of(accelerator), cls._sharding)
         device = local_device(accelerator.device, precision, runtime.processes.local_world_size)
         return cls(device, runtime, accelerator)
 
@@ -208,9 +208,10 @@ def set_timeouts() -> None:
         distributed_c10d._get_default_store().set_timeout(TIMEOUT)
 
 
-def processes_of(accelerator: Accelerator) -> Processes:
-    """The processes that Accelerate has connected. A collective call."""
+def processes_of(accelerator: Accelerator, timeout: timedelta = TIMEOUT) -> Processes:
+    """The processes that Accelerate has connected. A collective call, for which GPUs wait here first, until `timeout`:
+    NCCL connects later."""
     rank, world_size = accelerator.process_index, accelerator.num_processes
     local_rank, local_world_size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    cpu_group = torch.distributed.new_group(backend="gloo", timeout=TIMEOUT) if world_size > 1 else None
+    cpu_group = torch.distributed.new_group(backend="gloo", timeout=timeout) if world_size > 1 else None
     return Processes(rank, world_size, local_rank, local_world_size, is_main=rank == 0, cpu_group=cpu_group)

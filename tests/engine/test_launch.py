@@ -49,6 +49,7 @@ def exit_code(monkeypatch, error: Exception, local_rank: int = 0) -> int:
         (GLOO + "unbound_buffer.cc:81] Timed out waiting 2400000ms for recv", "(Timed out waiting 2400000ms for recv)"),
         ("NCCL error in: nccl.cpp:1\nncclRemoteError: A call failed.\nLast error:\nremote peer", "(ncclRemoteError)"),
         (torch.distributed.DistStoreError("wait timeout after 600000ms\nmore"), "(wait timeout after 600000ms)"),
+        (torch.distributed.DistNetworkError("The client socket has timed out"), "(The client socket has timed out)"),
     ],
 )
 def test_the_loss_of_another_process_is_reported_in_a_line(monkeypatch, capsys, error, cause):
@@ -85,6 +86,8 @@ def test_any_other_error_keeps_its_traceback(monkeypatch, world_size, message):
     monkeypatch.setenv("WORLD_SIZE", world_size)
     with pytest.raises(RuntimeError, match=re.escape(message)):
         fail(RuntimeError(message))
+    with pytest.raises(RuntimeError, match="EADDRINUSE"):  # another launch, to be named by its own message
+        fail(torch.distributed.DistNetworkError("failed to listen (errno: 98, EADDRINUSE)"))
 
 
 def test_a_gpu_that_pytorch_cannot_use_is_an_error_unless_the_cpu_is_asked_for(monkeypatch):

@@ -121,7 +121,8 @@ def test_under_slurm_a_process_that_dies_costs_the_steps_since_the_last_checkpoi
 
 ACCELERATE = r"""#!/bin/bash
 trap 'exit 1' TERM
-printf '%s\n' "$@" > "$RECORD.$SLURM_NODEID.part" && mv "$RECORD.$SLURM_NODEID.part" "$RECORD.$SLURM_NODEID"
+printf '%s\n' "$@" "$RECIPE_NODES" > "$RECORD.$SLURM_NODEID.part"
+mv "$RECORD.$SLURM_NODEID.part" "$RECORD.$SLURM_NODEID"
 [[ $EXIT_CODE ]] && exit "$EXIT_CODE"
 for i in {1..300}; do sleep 0.1; done
 """
@@ -149,7 +150,9 @@ def test_slurm_launches_each_node_with_its_rank_and_requeues_the_job_at_the_time
     first, second = (path.read_text().splitlines() for path in records)
     differences = [pair for pair in zip(first, second, strict=True) if len(set(pair)) > 1]
     assert differences == [("0", "1"), ("is_host=1", "is_host=0")]  # the rank, and who hosts the store
-    assert first[-5:] == ["recipe/train.py", *arguments]
+    assert first[-6:] == ["recipe/train.py", *arguments, "2"], (
+        "with the number of nodes, without all of which none trains"
+    )
     options = dict(itertools.pairwise(first))
     assert options["--main_process_ip"] == "127.0.0.1"  # the first of those that scontrol names
     assert (options["--num_machines"], options["--num_processes"], options["--max_restarts"]) == ("2", "2", "3")
