@@ -35,13 +35,20 @@ UNKNOWN := $(strip $(foreach name,$(filter-out $(VARIABLES) $(FOREIGN),$(.VARIAB
 $(if $(UNKNOWN),$(error unknown variable $(UNKNOWN); there are $(VARIABLES), and one of the environment goes before make))
 # So is one that the targets' rules do not use, as HOURS=2 for `make train`.
 RULES := $(shell awk -v goals=" $(or $(MAKECMDGOALS),start) " '/^[a-z.][^ :]*:/ {on = index(goals, " " substr($$0, 1, index($$0, ":") - 1) " ")} on' $(lastword $(MAKEFILE_LIST)))
-END := )
-USED = $(RULES) $(foreach name,TRAIN BEST WHICH BENCH_ARGS LAUNCH XDIST,$(if $(findstring $(name)$(END),$(RULES)),$(value $(name))))
-UNUSED = $(strip $(foreach name,$(filter-out PYTHON ACCELERATE $(FOREIGN),$(VARIABLES)),$(if $(findstring command line,$(origin $(name))),$(if $(findstring $(name)$(END),$(USED)),,$(name)))))
+OPEN := (
+CLOSE := )
+COMMA := ,
+names_in = $(subst $(OPEN), ,$(subst $(CLOSE), ,$(subst $(COMMA), ,$(1))))
+USED = $(call names_in,$(RULES) $(foreach name,TRAIN BEST WHICH BENCH_ARGS LAUNCH XDIST,$(if $(filter $(name),$(call names_in,$(RULES))),$(value $(name)))))
+GIVEN = $(foreach name,$(filter-out PYTHON ACCELERATE $(FOREIGN),$(VARIABLES)),$(if $(findstring command line,$(origin $(name))),$(name)))
+UNUSED = $(strip $(filter-out $(USED),$(GIVEN)))
+$(if $(filter 2,$(words $(filter RUN MODEL,$(GIVEN)))),$(error RUN and MODEL mean the same; give one of them))
 
 # Quote a text, or a variable's value, as one shell word, whatever it contains.
 quoted = '$(subst ','\'',$(1))'
 as_word = $(call quoted,$(value $(1)))
+# A variable's value, if it has one, as a path, in which the shell would not expand ~.
+path_word = $(if $(value $(1)),$(call quoted,$(subst :::,,$(subst :::~/,$(HOME)/,:::$(value $(1))))))
 
 # TorchTPU has its own environment, because it changes torch.compile wherever it is installed.
 VENV := $(if $(findstring tpu,$(notdir $(ACCELERATE))),.venv-tpu,.venv)
@@ -58,13 +65,13 @@ launched = stopped=; $(LAUNCH) $(1) & pid=$$!; \
 	until wait $$pid; do kill -0 $$pid 2>/dev/null || { [ $$stopped ]; exit; }; done
 # What must be installed for a training run.
 TRAINING := $(VENV)/installed $(if $(findstring zero,$(ACCELERATE)),.venv/installed-deepspeed) $(if $(findstring --report_to,$(ARGS)),$(VENV)/installed-trackers)
-# A run or a model, by either name, as one word, in which the shell would not expand ~.
-WHICH = $(if $(MODEL)$(RUN),$(call quoted,$(patsubst ~/%,$(HOME)/%,$(or $(MODEL),$(RUN)))))
+# A run or a model, by either name; one of the command line counts more than one of the environment.
+WHICH = $(call path_word,$(if $(filter RUN,$(GIVEN)),RUN,$(if $(filter MODEL,$(GIVEN)),MODEL,$(if $(RUN),RUN,MODEL))))
 TRAIN = recipe/train.py --config $(call as_word,CONFIG) $(if $(filter-out 0 no false,$(FRESH)),--fresh) $(ARGS)
 BEST = recipe/best.py $(if $(TEXT),--text=$(call as_word,TEXT)) $(if $(HOURS),--hours $(HOURS)) $(if $(DOLLARS),--dollars $(DOLLARS)) $(if $(PRICE),--price_per_hour $(PRICE)) $(if $(DEVICE),--device $(call as_word,DEVICE)) $(if $(filter-out 0 no false,$(FRESH)),--fresh) $(ARGS)
 XDIST = -n $(WORKERS) --maxprocesses 4 --dist worksteal
 # Benchmarks choose their own recipe and output for the device, unless CONFIG or OUT is given.
-BENCH_ARGS = $(if $(filter-out file,$(origin CONFIG)),--config $(call as_word,CONFIG)) $(if $(filter-out file,$(origin OUT)),--out $(call as_word,OUT)) $(ARGS)
+BENCH_ARGS = $(if $(filter-out file,$(origin CONFIG)),--config $(call as_word,CONFIG)) $(if $(filter-out file,$(origin OUT)),--out $(call path_word,OUT)) $(ARGS)
 
 # The tests that show in a minute whether a change has broken the core.
 FAST := tests/model/test_gpt2.py tests/data/test_dataset.py $(addprefix tests/test_train.py::,\
@@ -136,7 +143,7 @@ chat: $(VENV)/installed ## continue what you type, line by line (Ctrl-D ends)
 	@$(BIN)/python -m eval.sample $(WHICH) --interactive $(ARGS)
 
 report: $(VENV)/installed ## curves of RUN as a web page; does its loss look right?
-	$(BIN)/python -m eval.report $(WHICH) $(if $(filter-out file,$(origin OUT)),--out $(call as_word,OUT)) $(ARGS)
+	$(BIN)/python -m eval.report $(WHICH) $(if $(filter-out file,$(origin OUT)),--out $(call path_word,OUT)) $(ARGS)
 
 audit: $(VENV)/installed ## replay the last steps of RUN or REPO and compare
 	$(BIN)/python -m recipe.audit $(if $(REPO),--repo $(REPO),$(WHICH)) $(ARGS)
@@ -151,12 +158,12 @@ eval-lm: .venv/installed-eval ## lm-evaluation-harness (TASKS=lambada_openai,wik
 	.venv/bin/python -m eval.harness $(WHICH) --tasks $(TASKS) $(if $(LIMIT),--limit $(LIMIT)) $(ARGS)
 
 compare: $(VENV)/installed ## MODEL vs. WITH (default: GPT-2): loss, HellaSwag, a sample
-	$(BIN)/python -m eval.compare $(WHICH) --other $(call as_word,WITH) $(if $(LIMIT),--limit $(LIMIT)) $(ARGS)
+	$(BIN)/python -m eval.compare $(WHICH) --other $(call path_word,WITH) $(if $(LIMIT),--limit $(LIMIT)) $(ARGS)
 
 ##@ Share
 
 export: $(VENV)/installed ## the newest checkpoint of RUN, with its model card, into OUT
-	$(BIN)/python -m recipe.hub.export $(WHICH) --out $(call as_word,OUT) $(ARGS)
+	$(BIN)/python -m recipe.hub.export $(WHICH) --out $(call path_word,OUT) $(ARGS)
 
 push: $(VENV)/installed ## upload RUN's milestones and newest checkpoint to REPO
 	$(BIN)/python -m recipe.hub.export push $(WHICH) --repo "$(REPO)" $(ARGS)

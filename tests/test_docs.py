@@ -258,18 +258,27 @@ def test_make_passes_a_variable_with_shell_characters_as_one_word():
         assert word in words or f"--text={word}" in words, target
 
 
-def test_make_takes_a_run_by_either_name_and_refuses_variables_that_it_would_ignore():
+def test_make_takes_a_run_by_either_name_and_refuses_variables_that_it_would_ignore(monkeypatch):
     """It once exported another run than MODEL's, and trained on another text than TEXT."""
-    for target in ("sample", "chat", "eval-val", "compare", "report", "audit", "checkpoints", "export", "push"):
+    targets = {"sample", "chat", "report", "audit", "checkpoints", "export", "push", "compare"}
+    for target in targets | {target for target in TARGETS if target.startswith("eval-")}:
         for variable in ("RUN", "MODEL"):
-            assert "/a run" in shlex.split(make("-n", target, f"{variable}=/a run")), target
-    for words in (["train", "TEXT=own.txt"], ["train", "HOURS=1"], ["best", "CONFIG=gpt2"], ["export", "LIMIT=5"]):
+            assert "/a  run" in shlex.split(make("-n", target, f"{variable}=/a  run")), target
+    monkeypatch.setenv("MODEL", "claude")
+    assert "claude" not in make("-n", "sample", "RUN=/a")
+    for words in (["sample", "RUN=~/a b"], ["export", "OUT=~/a b"], ["compare", "WITH=~/a b"]):
+        assert f"{Path.home()}/a b" in shlex.split(make("-n", *words)), words
+    for words in (["train", "PROCESSES=2"], ["best", "PROCESSES=2"], ["test", "WORKERS=1"], ["scoreboard", "CONFIG=x"]):
+        make("-n", *words)
+    ignored = "make {0} does not use {1}; see make help"
+    mistakes = {("train", "TEXT=my.txt"): ignored, ("train", "HOURS=1"): ignored, ("best", "CONFIG=gpt2"): ignored}
+    mistakes |= {("gpu-proof", "OUT=x"): ignored, ("sample", "RUN=a", "MODEL=b"): "RUN and MODEL mean the same"}
+    for words, message in mistakes.items():
         result = subprocess.run(["make", "-n", *words], cwd=ROOT, capture_output=True, text=True, check=False)
-        variable = words[1].partition("=")[0]
-        assert f"make {words[0]} does not use {variable}; see make help" in result.stderr
-    assert [("--fresh" in make("-n", "train", f"FRESH={value}")) for value in ("1", "0", "no", "")] == [True] + 3 * [
-        False
-    ]
+        assert message.format(words[0], words[1].partition("=")[0]) in result.stderr
+    for target in ("train", "best"):
+        assert "--fresh" in make("-n", target, "FRESH=1")
+        assert not any("--fresh" in make("-n", target, f"FRESH={value}") for value in ("0", "no", ""))
 
 
 @pytest.mark.parametrize("words", ["--help", "--dry_run 8xh100"])
