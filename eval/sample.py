@@ -16,6 +16,13 @@ from transformers import GenerationConfig, GenerationMixin, TextStreamer
 from eval import common
 
 
+class _Streamer(TextStreamer):
+    """Prints all tokens but end-of-text: others that are special, as <|user|>, are part of an own tokenizer's text."""
+
+    def put(self, value: torch.Tensor) -> None:
+        super().put(value[value != self.tokenizer.eos_token_id])
+
+
 def generate(loaded: common.Loaded, prompt: str, args: argparse.Namespace) -> list[str]:
     """`args.num_samples` continuations, each printed after the prompt while it is drawn.
 
@@ -39,8 +46,6 @@ def generate(loaded: common.Loaded, prompt: str, args: argparse.Namespace) -> li
     options = {"max_new_tokens": n_new, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.eos_token_id}
     if args.temperature:
         options |= {"do_sample": True} | {key: getattr(args, key) for key in ("temperature", "top_k", "top_p")}
-    # An own tokenizer's special tokens, such as <|user|>, are part of its text; a lone end-of-text is not shown.
-    hidden = {"skip_special_tokens": sum(token.special for token in tokenizer.added_tokens_decoder.values()) < 2}
     ids = torch.tensor([context_ids], device=loaded.model.device)  # (1, T)
     texts = []
     assert isinstance(loaded.model, GenerationMixin)
@@ -53,9 +58,10 @@ def generate(loaded: common.Loaded, prompt: str, args: argparse.Namespace) -> li
             ids,
             attention_mask=torch.ones_like(ids),
             generation_config=GenerationConfig(**options),
-            streamer=TextStreamer(tokenizer, **hidden),
+            streamer=_Streamer(tokenizer),
         )  # (1, T + new)
-        texts.append(str(tokenizer.decode(out[0, len(context_ids) :], **hidden)))
+        new_ids = out[0, len(context_ids) :]
+        texts.append(str(tokenizer.decode(new_ids[new_ids != tokenizer.eos_token_id])))
     print()
     return texts
 

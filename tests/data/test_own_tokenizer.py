@@ -10,6 +10,7 @@ import subprocess
 
 import numpy as np
 import pytest
+import torch
 from huggingface_hub import ModelCard
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
@@ -114,6 +115,11 @@ def test_its_special_tokens_in_a_text_are_the_ids_that_a_prompt_has(tmp_path, ca
     assert byte_lengths(hf_tokenizer)[ids].sum() == len(chat)
     sample.generate(loaded, chat, sample.arguments().parse_args(["--max_new_tokens", "1"]))
     assert chat in capsys.readouterr().out, "a sample shows them"
+    torch.nn.init.zeros_(model.transformer.ln_f.weight)
+    model.transformer.ln_f.bias.data, model.transformer.wte.weight.data[end] = torch.ones(8), 9 * torch.ones(8)
+    options = ["--max_new_tokens", "4", "--temperature", "0"]
+    assert sample.generate(loaded, chat, sample.arguments().parse_args(options)) == [""]
+    assert END not in capsys.readouterr().out, "but not the end of the text"
 
 
 def test_transformers_loads_model_and_tokenizer_from_the_checkpoint(trained_run):

@@ -75,8 +75,12 @@ def test_a_task_that_cannot_run_is_named(model_dir, tmp_path, command, error_of,
 
     # TaskManager's index of all tasks takes seconds to build; this one has those that are named here.
     folders = [str(Path(lm_eval.tasks.__file__).parent / name) for name in ("hellaswag", "lambada")]
-    manager = lm_eval.tasks.TaskManager(include_path=folders, include_defaults=False)
-    monkeypatch.setattr(lm_eval.tasks, "TaskManager", lambda **_: manager)
+    manager = lm_eval.tasks.TaskManager
+
+    def of_these(*, include_path=None):
+        return manager(include_path=[*folders, *filter(None, [include_path])], include_defaults=False)
+
+    monkeypatch.setattr(lm_eval.tasks, "TaskManager", of_these)
     with pytest.raises(common.UserError, match="--tasks no_such: lm-eval has no such task"):
         command(harness, model_dir, "--tasks", "no_such,hellaswag")
     with pytest.raises(common.UserError, match="--include_path absent: no such directory"):

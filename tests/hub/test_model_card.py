@@ -218,16 +218,24 @@ def test_recorded_names_are_escaped(card):
     """Names of text files and data sets, train_text, and the tokenizer's end-of-text token are no markup in a card."""
     text = "acme/x|](http://evil.example)\n---\nlicense: other\n---\n<img src=x onerror=alert(1)>`b`"
     escaped = "acme/x\\|\\](http://evil.example) --- license: other --- \\<img src=x onerror=alert(1)\\>\\`b\\`"
+    row = {"metric": text, "ours": 0.5, "theirs": 0.25, "difference": 0.25, "ci95": None}
     results = {"lm_eval": {"scores": [score(text_dataset(text), ("accuracy", "acc"), 0.5, "by hand")]}}
+    results["compare"] = {"other": text, "rows": [row], "prompt": text, "samples": [text, text]}
     state = STATE | {"tokenizer": STATE["tokenizer"] | {"end_of_text_token": text}}
     files = {"files": [{"name": text, "sha256": "f00"}], "of": 1}
     for source in (HUB_DATA | {"train_text": text}, {"train_text": text, "shards": "x"}, files):
-        made = card(state | {"about": [PART | {"data": source}]}, results=results)
+        config = CONFIG | {"run_name": text}
+        made = card(state | {"config": config, "about": [PART | {"data": source}]}, results=results)
         assert "\nlicense: other" not in made.content
         assert made.data.datasets is None
         preceded = "" if "shards" in source else " preceded each document in training; it"  # of others' shards unknown
         assert f"Token 50256, {escaped},{preceded} ends generation" in made.text
         assert f"| {escaped} | acc | 0.5000 | by hand |" in made.text
+        assert f"\n# {escaped}\n" in made.text
+        assert f"\n## Compared with {escaped}\n" in made.text
+        assert f"| metric | this model | {escaped} | difference" in made.text
+        assert f"| {escaped} | 0.5000 | 0.2500 | +0.2500 |" in made.text
+        assert f"| a sample | {2 * f'{escaped} ... {escaped} | '}|" in made.text
         assert made.text.count("img src") == made.text.count("\\<img src") > 0
         assert text in {entry.dataset_name for entry in made.data.eval_results}  # in YAML it is a string
 
