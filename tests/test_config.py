@@ -190,6 +190,7 @@ def test_a_value_beyond_a_limit_is_refused():
         ("max_steps: 9\nseed: 1\nmax_steps: 8", "mine.yaml, line 3: max_steps is given twice; remove one of them"),
         ("? [a, b]\n: 1", "not valid YAML, line 1"),
         ("n_layer: 2", "dataset_name is empty"),
+        ("extends: gpt2", "mine.yaml: extends: a recipe cannot extend another; copy it, or give flags beside --config"),
         ("config: gpt2", "mine.yaml: config: a recipe cannot extend another; copy it, or give flags beside --config"),
     ],
 )

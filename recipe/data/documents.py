@@ -31,9 +31,9 @@ logger = logging.getLogger(__name__)
 
 PIECE = 1 << 18  # characters; a piece ends at the first safe cut after this many
 MAX_PIECE = 1 << 20
-# No token of GPT-2 spans a letter or a digit and a blank after it, so cutting between them does not change the tokens;
-# nor does one of Llama 3, whose punctuation takes line breaks along.
-_SAFE_CUT = re.compile(r"[^\W_](?=[ \n])")
+# No token of GPT-2 spans a visible character and a blank after it, so cutting between them does not change the tokens.
+# After a letter or a digit it does not change those of Llama 3 either, whose punctuation takes line breaks along.
+_SAFE_CUTS = re.compile(r"[^\W_](?=[ \n])"), re.compile(r"\S(?=[ \n])")
 _BATCH_CHARS = 1 << 17  # characters that a thread tokenizes at once; more if one piece is longer
 _WAY_OUT = (
     "is it complete, and UTF-8? Unpack it, or convert it: iconv -f ENCODING -t UTF-8 FILE > NEW, where ENCODING is "
@@ -42,7 +42,7 @@ _WAY_OUT = (
 # Of files that are not text: how they begin, and what to do.
 _NOT_TEXT = {
     b"PK\x03\x04": "a ZIP archive, as .docx, .odt and .epub are: unpack it, or save its text as .txt",
-    b"%PDF": "a PDF: convert it by pdftotext",
+    b"%PDF-": "a PDF: convert it by pdftotext",
 }
 _JSON_FORMAT = "expected one object per line, or in .json an array of objects"
 
@@ -160,11 +160,12 @@ def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
 
 def in_pieces(text: str) -> Iterator[str]:
     """Cuts a text into pieces of 256 Ki to 1 Mi characters whose tokens together are those of the text. If 768 Ki
-    characters contain no blank, the cut falls between any two characters, which may add a token."""
+    characters contain no blank, the cut falls between any two characters, which may add a token; so may one after
+    punctuation, where no letter or digit is before a blank, with an own tokenizer."""
     start = 0
     while start < len(text):
-        match = _SAFE_CUT.search(text, start + PIECE, start + MAX_PIECE)
-        end = match.end() if match else start + MAX_PIECE
+        matches = (cut.search(text, start + PIECE, start + MAX_PIECE) for cut in _SAFE_CUTS)
+        end = next((match.end() for match in matches if match), start + MAX_PIECE)
         yield text[start:end]
         start = end
 

@@ -1,5 +1,7 @@
 """Exit codes, and the error for mistakes that the user can fix."""
 
+from __future__ import annotations  # so that `check_packages` also runs in the Python 3.9 of macOS
+
 import argparse
 import os
 import sys
