@@ -177,6 +177,7 @@ def test_a_value_beyond_a_limit_is_refused():
     [
         ("max_steps: 1.5", "mine.yaml: max_steps is '1.5'; it must be INTEGER"),
         ("max_steps: 0", "mine.yaml: max_steps is 0; it must be at least 1"),
+        ("skip_loss_z: 12", "mine.yaml: skip_loss_z is 12.0; it must be at least 0 and at most 11"),
         ("learning_rate: inf", "mine.yaml: learning_rate is inf; it must be a finite number"),
         ("micro_batch_size: automatic", "micro_batch_size is 'automatic'; it must be INTEGER|auto"),
         ("streaming: maybe", "streaming is 'maybe'; it must be true|false"),

@@ -1,6 +1,7 @@
 """HellaSwag: llm.c-style by hand, lm-eval-style against the harness, shared contexts, and rows split over ranks."""
 
 import dataclasses
+import re
 from functools import partial
 
 import numpy as np
@@ -34,6 +35,21 @@ def bigram(probabilities: dict[tuple[str, str], float]) -> LanguageModel:
 def assert_same(scores: hellaswag.Scores, expected: hellaswag.Scores) -> None:
     for style in hellaswag.STYLES:
         assert scores[style][0] == pytest.approx(expected[style][0], abs=2e-3)
+
+
+@pytest.mark.parametrize("limit", [100, 500, 3000])
+def test_a_limit_takes_as_large_a_share_of_each_source_as_all_rows_have(limit):
+    """The first third is ActivityNet's, the rest WikiHow's, whose texts have marks: a model scores higher on the first
+    than on the others."""
+    rows = hellaswag.load_rows(limit)
+    from_wikihow = [bool(re.search(r"\[(header|title|step)\]", row["ctx"])) for row in rows]
+    assert len(rows) == limit
+    assert np.mean(from_wikihow) == pytest.approx(6799 / 10_042, abs=0.01)
+    assert len({(row["source_id"], row["ctx"]) for row in rows}) > 0.98 * limit, "no row is taken twice"
+
+
+def test_a_limit_above_all_rows_takes_all():
+    assert hellaswag.load_rows(20_000) == hellaswag.load_rows()
 
 
 def test_llmc_style_by_hand():
@@ -74,7 +90,7 @@ def test_lm_eval_style_equals_lm_evaluation_harness(n_positions, limit, tiny_gpt
 
     from eval import harness
 
-    rows, loaded = hellaswag.load_rows(limit), tiny_gpt2(n_positions, initializer_range=0.5)
+    rows, loaded = hellaswag.load_rows()[:limit], tiny_gpt2(n_positions, initializer_range=0.5)
     # TaskManager's index of all tasks takes seconds to build.
     monkeypatch.setattr(lm_eval.tasks, "TaskManager", partial(lm_eval.tasks.TaskManager, include_defaults=False))
     local = local_tasks(tmp_path / "tasks", hellaswag=rows)
@@ -111,7 +127,7 @@ def test_too_long_requests_lose_their_context_first():
 @pytest.mark.parametrize("n_positions", [1024, pytest.param(60, marks=pytest.mark.slow)])
 def test_sharing_and_padding_change_no_score(n_positions, tiny_gpt2):
     """At 60 positions some rows are truncated, and share nothing; others share part of their context."""
-    model, rows = tiny_gpt2(n_positions, initializer_range=0.5).lm, hellaswag.load_rows(40)[::2]
+    model, rows = tiny_gpt2(n_positions, initializer_range=0.5).lm, hellaswag.load_rows()[:40:2]
     shapes, head_sizes = [], set()
 
     def body(ids, *rest):
