@@ -137,14 +137,15 @@ def tokenized(pieces: Iterable[Piece], tokenizer: GPT2Tokenizer) -> Iterator[tup
         texts = iter(tokenizer.encode([piece.content for piece in batch if isinstance(piece.content, str)]))
         return [(piece, next(texts) if isinstance(piece.content, str) else piece.content) for piece in batch]
 
-    futures: deque = deque()
-    with ThreadPoolExecutor(threads) as pool:
-        for batch in _batches(pieces):
-            futures.append(pool.submit(encode, batch))
-            if len(futures) > 2 * threads:
-                yield from futures.popleft().result()
-        for future in futures:
-            yield from future.result()
+    # Without `with`: an abandoned generator may be collected while another pool holds the lock that a shutdown needs. A
+    # pool that is collected ends its threads by itself.
+    pool, futures = ThreadPoolExecutor(threads), deque()
+    for batch in _batches(pieces):
+        futures.append(pool.submit(encode, batch))
+        if len(futures) > 2 * threads:
+            yield from futures.popleft().result()
+    for future in futures:
+        yield from future.result()
 
 
 def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:

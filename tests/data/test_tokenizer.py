@@ -1,6 +1,9 @@
 """GPT-2's tokenizer: tiktoken and transformers give the same ids, and training text is never parsed."""
 
+import gc
 import tempfile
+import threading
+from concurrent.futures import thread
 
 import pytest
 from hypothesis import example, given, settings
@@ -9,8 +12,8 @@ from tiktoken.load import data_gym_to_mergeable_bpe_ranks
 from tokenizers import Regex, pre_tokenizers
 
 from recipe.data import documents
-from recipe.data.documents import MAX_PIECE, in_pieces
-from recipe.data.tokenizer import END_OF_TEXT, encode, encoding, hf_tokenizer
+from recipe.data.documents import MAX_PIECE, Piece, in_pieces, tokenized
+from recipe.data.tokenizer import END_OF_TEXT, encode, encoding, hf_tokenizer, open_tokenizer
 from tests.conftest import ROOT
 
 
@@ -81,6 +84,20 @@ def test_a_text_whose_lines_end_in_punctuation_is_cut_between_them():
     first, *_ = in_pieces(lines)
     assert len(first) < 300_000
     assert first.endswith("。")
+
+
+def test_an_abandoned_reader_is_collected_while_another_pool_starts_a_thread():
+    """As after an error, by a collection within that thread; closing the reader's pool would wait for its own lock."""
+    reader = tokenized((Piece(i, "word " * 40_000, None) for i in range(100)), open_tokenizer("gpt2"))
+    next(reader)
+    cycle: list = [reader]
+    cycle.append(cycle)
+    del reader, cycle
+    collector = threading.Thread(target=gc.collect, daemon=True)
+    with thread._global_shutdown_lock:  # as in ThreadPoolExecutor.submit
+        collector.start()
+        collector.join(10)
+    assert not collector.is_alive()
 
 
 def test_pieces_of_a_text_without_blanks_are_bounded():
