@@ -137,8 +137,8 @@ def tokenized(pieces: Iterable[Piece], tokenizer: GPT2Tokenizer) -> Iterator[tup
         texts = iter(tokenizer.encode([piece.content for piece in batch if isinstance(piece.content, str)]))
         return [(piece, next(texts) if isinstance(piece.content, str) else piece.content) for piece in batch]
 
-    # Without `with`: an abandoned generator may be collected while another pool holds the lock that a shutdown needs. A
-    # pool that is collected ends its threads by itself.
+    # Without `with`, which would wait for the threads when an abandoned generator is collected: perhaps while another
+    # thread starts, with the lock that their end needs. A pool that is collected ends its threads by itself.
     pool, futures = ThreadPoolExecutor(threads), deque()
     for batch in _batches(pieces):
         futures.append(pool.submit(encode, batch))
