@@ -54,6 +54,7 @@ from recipe.utils.checkpoints import read_metrics
 from recipe.utils.errors import ArgumentParser, ExitCode, UserError
 from recipe.utils.files import replace_file
 from recipe.utils.log import set_up_logging
+from recipe.utils.processes import exit_process
 from recipe.utils.redaction import home_as_tilde, redact
 from recipe.utils.units import duration, si
 
@@ -390,4 +391,4 @@ def name_of(size: Size) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_process(main())

@@ -59,6 +59,7 @@ from recipe.utils.checkpoints import manifest_of, read_metrics
 from recipe.utils.errors import UserError
 from recipe.utils.files import nearest_directory, replace_file
 from recipe.utils.log import set_up_logging
+from recipe.utils.processes import exit_process
 from recipe.utils.redaction import redact
 from recipe.utils.units import duration, gb, si
 
@@ -426,4 +427,4 @@ def relative_error(result: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_process(main())

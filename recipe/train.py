@@ -45,6 +45,7 @@ from recipe.monitor.trackers import check_tracker
 from recipe.optim.schedule import set_lr
 from recipe.utils.errors import ExitCode, UserError
 from recipe.utils.log import set_up_logging
+from recipe.utils.processes import exit_process
 
 logger = logging.getLogger("recipe.train")  # as a script, too
 
@@ -185,4 +186,4 @@ def train(config: Config, batch: BatchPlan, components: Components, uploads: Upl
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_process(main())

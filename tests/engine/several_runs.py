@@ -13,6 +13,7 @@ from recipe.engine.factory import open_strategy
 from recipe.model.gpt2 import GPT2LMHeadModel
 from recipe.train import run
 from recipe.utils.log import set_up_logging
+from recipe.utils.processes import exit_process
 
 runs, *arguments = sys.argv[1:]
 configs = [
@@ -27,3 +28,4 @@ for config in configs:
     kept = [o for o in gc.get_objects() if issubclass(type(o), GPT2LMHeadModel | torch.optim.Optimizer)]
     assert strategy.runtime.sharding == "zero3" or not kept
 strategy.runtime.close()
+exit_process(0)

@@ -42,6 +42,28 @@ def exit_code(monkeypatch, error: Exception, local_rank: int = 0) -> int:
     return system_exit.value.code
 
 
+# The group is kept, as DeepSpeed keeps it, and at the end of the program its threads still have sums to compute.
+ENDS_WHILE_GLOO_WORKS = """
+import sys, torch
+from recipe.utils.processes import exit_process
+rank, path = sys.argv[1:]
+torch.distributed.init_process_group("gloo", init_method=f"file://{path}", rank=int(rank), world_size=2)
+group = torch.distributed.group.WORLD
+for _ in range(2_000):
+    torch.distributed.all_reduce(torch.ones(10_000), async_op=True)
+exit_process(int(rank))
+"""
+
+
+def test_processes_end_with_their_exit_code_while_gloo_still_works(tmp_path):
+    command = [sys.executable, "-c", ENDS_WHILE_GLOO_WORKS]
+    ranks = [
+        subprocess.Popen([*command, str(rank), tmp_path / "store"], cwd=ROOT, env=environment({"WORLD_SIZE": "2"}))
+        for rank in range(2)
+    ]
+    assert [process.wait(60) for process in ranks] == [0, 1]
+
+
 @pytest.mark.parametrize(
     ("error", "cause"),
     [
