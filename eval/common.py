@@ -82,7 +82,7 @@ class Loaded:
 def parser(description: str, *, batch_size: int | None = None, batch_unit: str = "") -> argparse.ArgumentParser:
     """A parser of the arguments that the commands share. `batch_size` is the default, in `batch_unit`, of those that
     write results."""
-    result = ArgumentParser(description=description)
+    result = ArgumentParser(prog=f"python -m eval.{Path(sys.argv[0]).stem}", description=description)
     result.add_argument("model", nargs="?", help="checkpoint, run directory or Hub id (default: the newest run)")
     result.add_argument("--device", default="auto", choices=["auto", "cuda", "tpu", "mps", "cpu"])
     result.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])

@@ -26,7 +26,7 @@ LABELS = {"good": "ok", "bad": "check", "note": "note"}
 
 def main() -> None:
     """Writes the report of one or more runs and prints the findings. Raises UserError."""
-    parser = ArgumentParser(description="Plots and a page about one or more training runs.")
+    parser = ArgumentParser(prog="python -m eval.report", description="Plots and a page about training runs.")
     parser.add_argument("runs", nargs="*", metavar="RUN", help="run directories (default: the newest under runs/)")
     parser.add_argument("--out", type=Path, help="directory of report.html and the PNGs (default: RUN/report)")
     args = parser.parse_args()

@@ -2,7 +2,7 @@
 
     accelerate launch --config_file accelerate_configs/single.yaml recipe/best.py --text my.txt --hours 2
 
-Reads the text, takes some steps of two or three sizes to measure this machine, and chooses the size that will have the
+Reads the text, takes some steps of up to three sizes to measure this machine, and chooses the size that will have the
 lowest loss when the time is over, by a scaling law (recipe/estimate/scaling.py). Two short trials of that size, a
 seventh of the time at most, show how hard the text is. The result is runs/NAME/recipe.yaml, a recipe like any other,
 which is then trained. Any field of a recipe may be given too (--precision fp32), and is kept as it is.

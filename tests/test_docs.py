@@ -22,6 +22,7 @@ import pytest
 import yaml
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from huggingface_hub import JobHardware
+from transformers import GPT2Config
 
 from eval.hellaswag import load_rows
 from recipe.best import parse_request
@@ -88,6 +89,14 @@ def clone(tmp_path_factory, whole_run) -> Path:
     shutil.copytree(whole_run[0], root / "runs" / "shakespeare")
     (root / "openai-community").mkdir()
     (root / "openai-community" / "gpt2").symlink_to(root / "runs" / "shakespeare")
+    models = {
+        "openai-community/gpt2-medium": GPT2Config(n_layer=24, n_head=16, n_embd=1024),
+        "runs/first/step_00000700": GPT2Config(n_layer=4, n_head=4, n_embd=128, n_positions=128),
+    }
+    for name, config in models.items():
+        config.save_pretrained(root / name)
+        (root / name / "model.safetensors").touch()  # a dry run does not read it
+    shutil.copy(SHAKESPEARE, root / "my.txt")
     (root / "data" / "openwebtext").mkdir(parents=True)  # in nanoGPT's format, enough for a step of GPT-2's batch
     for name, tokens in {"train": 600_000, "val": 6_000}.items():
         (root / "data" / "openwebtext" / f"{name}.bin").write_bytes(b"\1\xc0" * tokens)  # of GPT-2's vocabulary

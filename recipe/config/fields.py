@@ -212,7 +212,9 @@ class RunConfig:
     save_steps: int | Literal["end"] = setting(
         1000, "steps between checkpoints; end: only the one at the end, wsd's before the decay, and milestones", min=1
     )
-    save_total_limit: int = setting(2, "newest checkpoints to keep, besides the best one and milestones", min=1)
+    save_total_limit: int = setting(
+        2, "newest checkpoints to keep, besides the best one, milestones and wsd's before the decay", min=1
+    )
     milestone_steps: int = setting(0, "steps between checkpoints that are never deleted (0: none)", min=0)
     push_to_hub: bool | Literal["state"] = setting(
         False,
@@ -239,7 +241,9 @@ class RunConfig:
     fresh: bool = setting(False, "move an earlier run in output_dir aside and start over")
     max_hours: float = setting(0.0, "stop with a checkpoint this many hours after each start (0: no limit)", min=0)
     price_per_hour: float = setting(0.0, "price of all devices per hour, in dollars, for the cost estimate", min=0)
-    dry_run: bool | str = setting(False, "only print batch, memory and time, here or for devices such as 8xh100")
+    dry_run: bool | str = setting(
+        False, "check the inputs, print batch, memory, disk and time, and stop; here, or for devices such as 8xh100"
+    )
 
     @property
     def plan_device(self) -> str:
