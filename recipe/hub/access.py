@@ -25,8 +25,10 @@ def check_access(repo: str, private: bool, license: str, field: str) -> None:
     """Creates the repository unless it exists. Raises UserError, naming `field`, if the token may not write there or
     the Hub rejects `license` in a model card (empty: the card will have none). If the Hub is unreachable or busy, this
     only warns, since an upload tries again."""
-    if not huggingface_hub.get_token():
+    if not (token := huggingface_hub.get_token()):
         raise UserError(f"{field} {repo}: there is no token for the Hub; {_LOG_IN}")
+    if not token.isascii():
+        raise UserError(f"{field} {repo}: the token has a character that no token has; {_LOG_IN}")
     limit_requests()
     try:
         within(REQUEST_TIMEOUT_S, lambda: open_repository(HfApi(), repo, private))
@@ -34,8 +36,7 @@ def check_access(repo: str, private: bool, license: str, field: str) -> None:
             ModelCard(f"---\n{ModelCardData(license=license).to_yaml()}\n---\n").validate()
     except Exception as error:
         if is_permanent(error):
-            way_out = f"; {_LOG_IN}" if isinstance(error, HfHubHTTPError) else ""
-            raise UserError(f"{field} {repo}: {reason(error)}{way_out}") from None
+            raise UserError(f"{field} {repo}: {reason(error)}") from None
         endpoint = redact(huggingface_hub.constants.ENDPOINT)
         logger.warning("upload     %s does not answer now (%s); trying again later", endpoint, reason(error))
 
@@ -81,7 +82,7 @@ def reason(error: Exception) -> str:
         return str(error)
     status, message = _status(error)
     if status:
-        text = f"HTTP {status}: {message}"
+        text = f"HTTP {status}: {message}{f'; {_LOG_IN}' if status in (401, 403, 404) else ''}"
     elif _is_bad_card(error):
         text = f"the Hub rejects the model card ({error}); {_LICENSES}"
     else:  # no connection, an unreadable file, an invalid response

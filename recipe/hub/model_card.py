@@ -15,7 +15,7 @@ from eval.common import own_results
 from eval.published import ACCURACIES, HELLASWAG_ROWS
 from eval.scores import all_scores, comparison_row, hellaswag_scores, score, table_row, text_dataset
 from recipe.checkpoint.format import state_of
-from recipe.config import SHAPE_FIELDS, UNDECIDED, ModelConfig, entries_in, hyperparameters
+from recipe.config import DEFAULTS, SHAPE_FIELDS, UNDECIDED, ModelConfig, entries_in, hyperparameters
 from recipe.config.catalog import DATASETS
 from recipe.data.tokenizer import GPT2
 from recipe.estimate.memory import parameter_count
@@ -38,7 +38,8 @@ def model_card(checkpoint: Path, *, repo: str = "", license: str = "", audit: bo
     results.json holds something else, OSError, and ValueError for other damaged files.
     """
     state = redacted(state_of(checkpoint))
-    config, step, parts, texts = state["config"], state["step"], state["about"], data_sets(state)
+    state["config"] = config = DEFAULTS | state["config"]  # an older checkpoint lacks newer fields
+    step, parts, texts = state["step"], state["about"], data_sets(state)
     lines = [line for line in read_metrics(checkpoint.resolve().parent / "metrics.jsonl") if line["step"] <= step]
     last_line = next((line for line in reversed(lines) if line["step"] == step), {})
     results = redacted(own_results(checkpoint))

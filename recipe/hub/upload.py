@@ -9,6 +9,7 @@ Only huggingface_hub reads the token, from the environment or its token file.
 
 import json
 import logging
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -33,6 +34,11 @@ logger = logging.getLogger(__name__)
 
 MAIN, METRICS = "main", "metrics.jsonl"
 STATE = {"manifest.json", "trainer_state.json", "optimizer.safetensors", METRICS}
+# Names of files, at the top of a repository, that from_pretrained reads.
+_OF_A_MODEL = re.compile(
+    r"(adapter|added_tokens|chat_template|config|generation_config|merges|model|pytorch_model|special_tokens_map|"
+    r"tokenizer|vocab)[^/]*\.(bin|jinja|json|model|safetensors|txt)"
+)
 WAIT_LIMIT_S = 900.0  # the longest that a finished run waits for its uploads
 SCAN_INTERVAL_S = 1.0  # between two scans of the run's directory, which may take longer than a step
 RETRY_PAUSE_S = 60.0  # between a failure and the next attempt
@@ -121,10 +127,13 @@ class Uploads:
             card = model_card(checkpoint, repo=self.repo, license=self.license, audit=self.state)
             files.append(CommitOperationAdd(CARD, card.encode()))
         api.create_branch(self.repo, branch=branch, exist_ok=True)
-        # Delete another step's state: from an earlier push, or from main, of which a new branch is a copy.
-        stale_names = STATE - {file.path_in_repo for file in files}
-        branch_files = api.list_repo_files(self.repo, revision=branch) if stale_names else []
-        files += [CommitOperationDelete(name) for name in sorted(stale_names.intersection(branch_files))]
+        # Delete what is another step's, from an earlier push or from main, of which a new branch is a copy, or another
+        # model's: from_pretrained would read an adapter or the special tokens of a model that this one replaces.
+        written, names = {file.path_in_repo for file in files}, api.list_repo_files(self.repo, revision=branch)
+        stale = sorted(name for name in {*names} - written if name in STATE or _OF_A_MODEL.fullmatch(name))
+        if others := [name for name in stale if name not in STATE]:
+            logger.warning("upload     deleting another model's %s from %s", some(others), branch)
+        files += map(CommitOperationDelete, stale)
         api.create_commit(self.repo, files, commit_message=f"Step {step}", revision=branch)
         logger.info("upload     %s is at %s", branch, page(self.repo, branch))
 
@@ -161,7 +170,8 @@ class Uploads:
         except (OSError, UserError) as error:
             logger.warning("upload     not finished: %s; the same command, without --fresh, uploads the rest", error)
             return ExitCode.RUN_AGAIN
-        way_out = "; the same command, without --fresh, uploads the rest" if self._pending() else ""
+        cause = "with what was refused above put right, " if False in self.accepted.values() else ""
+        way_out = f"; {cause}the same command, without --fresh, uploads the rest"
         logger.warning("upload     not on the Hub: %s%s", some(names), way_out)
         return ExitCode.USER_ERROR if False in self.accepted.values() else ExitCode.RUN_AGAIN
 

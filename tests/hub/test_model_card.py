@@ -263,6 +263,11 @@ def test_the_card_of_a_run_by_the_clock_knows_no_steps_before_the_decay(card):
     assert "| max_steps |" not in text
 
 
+def test_a_checkpoint_that_lacks_a_newer_field_has_a_card(card):
+    config = {name: value for name, value in CONFIG.items() if name != "hub_license"}
+    assert card(STATE | {"config": config}).data.license == "mit"
+
+
 def test_the_card_of_a_run(whole_run):
     run, lines, _ = whole_run
     card = ModelCard(model_card(run / "step_00000020"))

@@ -4,6 +4,7 @@ import errno
 import hashlib
 import json
 import logging
+import re
 import shutil
 import time
 from pathlib import Path
@@ -126,13 +127,18 @@ def test_a_run_pushed_with_its_state_can_be_audited_from_the_hub(hub, run, shard
     assert audit.main(arguments) == 0
 
 
-def test_a_push_without_state_removes_the_state_of_an_earlier_push(hub, run):
-    """Also from a new branch, which starts as a copy of main; other files stay."""
+def test_a_push_removes_the_state_of_an_earlier_push_and_files_of_another_model(hub, run, capsys):
+    """Which from_pretrained would read with this one; also from a new branch, which starts as a copy of main. Other
+    files stay."""
     assert upload.open_uploads(config_of(run, push_to_hub="state"), Processes()).wait() == 0
     files = hub.files(REPO, "main")
     assert "trainer_state.json" in files
     files["picture.png"] = b"of mine"
+    files |= dict.fromkeys(("adapter_config.json", "chat_template.jinja", "special_tokens_map.json"), b"{}")
     assert push(run) == 0
+    assert "deleting another model's adapter_config.json, chat_template.jinja, special_tokens_map.json from main" in (
+        capsys.readouterr().out
+    )
     for branch, step in BRANCHES.items():
         expected = {"README.md", *(path.name for path in files_of(run / f"step_{step:08d}"))}
         assert {*hub.files(REPO, branch)} - {"picture.png"} == expected, branch
@@ -178,7 +184,9 @@ def test_a_refused_commit_is_not_retried(hub, run, capsys, monkeypatch):
     hub.faults.append(Fault(path="*/commit/*", status=403, times=2))
     assert push(run) == 2
     assert hub.count("POST", "/commit/") == 1
-    assert f"upload     to {REPO} failed: HTTP 403: " in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert re.search(f"upload     to {REPO} failed: HTTP 403: .*; log in with", printed)
+    assert "with what was refused above put right, the same command, without --fresh, uploads the rest" in printed
     hub.faults.clear()
     assert push(run) == 0
     assert_on_the_hub(hub, run)
@@ -332,7 +340,13 @@ def test_a_refused_license_stops_a_run_before_its_first_step_and_a_push(hub, run
 
 @pytest.mark.parametrize(
     ("case", "answer"),
-    [("namespace", "HTTP 403"), ("read", "HTTP 403"), ("token", "HTTP 401"), ("no token", "no token for the Hub")],
+    [
+        ("namespace", "HTTP 403"),
+        ("read", "HTTP 403"),
+        ("token", "HTTP 401"),
+        ("no token", "no token for the Hub"),
+        ("typo", "no token has"),
+    ],
 )
 def test_missing_write_access_is_reported_before_the_first_step(hub, run, capsys, monkeypatch, case, answer):
     repo = "strangers/gpt2"
@@ -342,6 +356,8 @@ def test_missing_write_access_is_reported_before_the_first_step(hub, run, capsys
         hub.token = "hf_another"
     elif case == "no token":
         monkeypatch.setenv("HF_TOKEN", "")
+    elif case == "typo":
+        monkeypatch.setenv("HF_TOKEN", "hf_\u00fc")
     with pytest.raises(UserError, match=f"hub_model_id {repo}: .*{answer}.*HF_TOKEN"):
         access.check_access(repo, False, "mit", "hub_model_id")
     assert push(run, repo=repo) == 2
