@@ -35,7 +35,7 @@ from recipe.components import (
 from recipe.config import BatchPlan, Config, batch_arithmetic, due_at, parse_config
 from recipe.engine.factory import open_strategy
 from recipe.engine.launch import fail, is_local_main_process
-from recipe.engine.shutdown import Interrupted
+from recipe.engine.shutdown import Interrupted, StopSignal
 from recipe.engine.strategy import Strategy
 from recipe.estimate.fused_loss import fused_loss
 from recipe.estimate.micro_batch import micro_batch
@@ -68,6 +68,9 @@ def main(argv: list[str] | None = None) -> int:
         if is_local_main_process():
             print("\nstopped before the first step; there is nothing to save", file=sys.stderr)
         return ExitCode.RUN_AGAIN
+    finally:
+        if __name__ != "__main__":  # a notebook goes on; in a script another signal would interrupt Python's exit
+            StopSignal.release()
 
 
 def run(config: Config, strategy: Strategy) -> ExitCode:

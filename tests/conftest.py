@@ -222,7 +222,7 @@ def in_process(monkeypatch, capsys):
     for name in [name for name in os.environ if name.startswith("ACCELERATE_") or name.endswith("RANK")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     threads, matmul = torch.get_num_threads(), torch.get_float32_matmul_precision()
 
     def run(argv: list) -> tuple[int, str, str]:
@@ -235,9 +235,7 @@ def in_process(monkeypatch, capsys):
     yield run
     AcceleratorState._reset_state(True)
     PartialState._reset_state()
-    signal.set_wakeup_fd(-1)
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
+    assert handlers == {number: signal.getsignal(number) for number in handlers}  # which a notebook needs afterwards
     torch.set_num_threads(threads)
     torch.set_float32_matmul_precision(matmul)
 

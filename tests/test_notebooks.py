@@ -196,6 +196,16 @@ def test_colab_installs_for_the_device_of_its_runtime(tmp_path, accelerator, dev
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)
+def test_a_clone_that_fails_does_not_print_its_address(name, tmp_path):
+    """Which may hold a token."""
+    settings = f"REPOSITORY = 'https://ghp_secret@127.0.0.1:9/me/x'; CHECKOUT = {str(tmp_path / 'x')!r}\n"
+    source = settings + CODE[name]["clone"].replace("/dev/nvidia1", "/dev/null")
+    result = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=False)
+    assert "git's message is above" in result.stderr
+    assert "ghp_secret" not in result.stdout + result.stderr.replace(source, "")
+
+
+@pytest.mark.parametrize("name", NOTEBOOKS)
 def test_a_notebook_has_no_outputs_and_streams_an_existing_recipe(name):
     cells = [cell for cell in NOTEBOOKS[name]["cells"] if cell["cell_type"] == "code"]
     assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in cells)
@@ -307,6 +317,9 @@ def test_a_copy_follows_the_run(session, whole_run, tmp_path, monkeypatch):
         patch.setattr(shutil, "copyfile", None)
         session.copy_run(restored, copy)  # an interrupt would damage a checkpoint that is copied back
     assert names(copy) == [name for name in names(run) if not name.startswith(".")]
+    (run / "environment").symlink_to("/proc/self/environ")
+    session.copy_run(run, copy)
+    assert not (copy / "environment").exists()
 
 
 def test_no_run_is_lost_to_another_one_of_its_name(session, whole_run, tmp_path, capsys):

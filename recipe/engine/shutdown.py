@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 
 from recipe.utils.errors import ExitCode
 
@@ -42,6 +43,7 @@ class StopSignal:
     """
 
     received = stepping = False
+    _listening = ExitStack()  # undoes what `listen` has done
 
     def __init__(self):
         StopSignal.stepping = self.complete = self.requested = False
@@ -50,16 +52,23 @@ class StopSignal:
         self._should_decay: Callable[[], bool] = lambda: False
 
     def listen(self) -> None:
-        """Takes over the signals of this process; call it in the main thread."""
+        """Takes over the signals of this process until `release`; call both in the main thread."""
         read_fd, write_fd = os.pipe()
         os.set_blocking(write_fd, False)
+        undo = StopSignal._listening
+        undo.callback(os.close, write_fd)  # which ends the thread
         for number in _SIGNALS:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
-                signal.signal(number, self._interrupt)
-        signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
+                undo.callback(signal.signal, number, signal.signal(number, self._interrupt) or signal.SIG_DFL)
+        undo.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False))
         launched = "ACCELERATE_MIXED_PRECISION" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ
         launcher = os.getppid() if launched else None
         threading.Thread(target=self._listen, args=(read_fd, launcher), name="signals", daemon=True).start()
+
+    @staticmethod
+    def release() -> None:
+        """Gives the signals back, if any have been taken over: a notebook that has called a command goes on."""
+        StopSignal._listening.close()
 
     def stop_after(self, hours: float) -> None:
         """Requests a stop at the first boundary `hours` from now."""
@@ -90,7 +99,9 @@ class StopSignal:
     def _listen(self, read_fd: int, launcher: int | None) -> None:
         while True:
             if select.select([read_fd], [], [], POLL_S)[0]:
-                self._handle_signal(os.read(read_fd, 1)[0])
+                if not (received := os.read(read_fd, 1)):
+                    return os.close(read_fd)
+                self._handle_signal(received[0])
             # Killed, as by kill -9: this process would go on by itself. After a signal it died of the same Ctrl-C.
             if launcher and not self.received and os.getppid() != launcher:
                 launcher = None

@@ -110,7 +110,8 @@ def copy_run(source: str | Path, target: str | Path) -> None:
         print(f"kept       another run of this name, now in {kept}")
     for path in sorted(source.rglob("*"), key=lambda path: (path.name == "manifest.json", path)):
         copy = target / path.relative_to(source)
-        if path.is_file() and not path.relative_to(source).parts[0].startswith("."):
+        # No links: somebody else's run could make this copy any file of this machine into an output that is published.
+        if path.is_file() and not path.is_symlink() and not path.relative_to(source).parts[0].startswith("."):
             new, old = path.stat(), copy.stat() if copy.exists() else None
             if not old or old.st_size != new.st_size or old.st_mtime < new.st_mtime - 2:  # some disks round times
                 copy.parent.mkdir(parents=True, exist_ok=True)
