@@ -23,6 +23,7 @@ from recipe.utils.checkpoints import checkpoints, manifest_of, newest_run, probl
 from recipe.utils.download import HUB_TIMEOUT_S, within
 from recipe.utils.errors import ArgumentParser, ExitCode, UserError, first_line, no_safetensors, reading
 from recipe.utils.files import replace_file
+from recipe.utils.redaction import redact
 from recipe.utils.schema import check
 from recipe.utils.units import plural
 
@@ -115,7 +116,7 @@ def run_main(main: Callable[[], None]) -> None:
     except KeyboardInterrupt:
         sys.exit(ExitCode.INTERRUPTED)
     except (UserError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(redact(f"error: {error}"), file=sys.stderr)
         sys.exit(2)
     except torch.OutOfMemoryError as error:
         print(f"error: {first_line(error)} Lower --batch_size, or use --device cpu", file=sys.stderr)
@@ -161,7 +162,7 @@ def load(args: argparse.Namespace, variable: str = "MODEL") -> Loaded:
     device, dtype = choose_device(args.device, args.dtype)
     problem, way_out = "", "Check the directory, or name another checkpoint"
     if directory is None:
-        print(f"{name} is not a local directory: looking for it on the Hub", flush=True)
+        print(f"{redact(name)} is not a local directory: looking for it on the Hub", flush=True)
         problem, way_out = hub_problem(), f"Name a model on the Hub, or a directory: {variable}=runs/NAME"
     try:
         model, tokenizer, loading_info = _read(name, directory, dtype)
@@ -172,7 +173,7 @@ def load(args: argparse.Namespace, variable: str = "MODEL") -> Loaded:
     if problem := _problem_of(model, tokenizer, loading_info):
         raise UserError(f"model {name}: {problem}")
     if unused := sorted(loading_info["unexpected_keys"]):
-        print(f"note: not used by the model: {plural(len(unused), 'weight')} in the file, such as {unused[0]}")
+        print(f"note: not used by the model: {plural(len(unused), 'weight')} in the file, such as {redact(unused[0])}")
     is_tied = getattr(model.get_output_embeddings(), "weight", None) is model.get_input_embeddings().weight
     model.to(device)
     if is_tied:  # moving to a TPU or to XLA unties them

@@ -17,7 +17,7 @@ from eval.diagnosis import Finding, diagnose
 from eval.published import STYLES
 from eval.scores import ci95
 from recipe.utils.checkpoints import newest_run
-from recipe.utils.errors import ArgumentParser
+from recipe.utils.errors import ArgumentParser, writing
 from recipe.utils.units import duration, si
 
 TEMPLATE = Path(__file__).resolve().parent / "report.html.jinja"
@@ -34,7 +34,8 @@ def main() -> None:
     out = (args.out or runs[0].directory / "report").expanduser()
     if out.exists() and not out.is_dir():
         raise common.UserError(f"--out {out} is a file. Name a directory")
-    out.mkdir(parents=True, exist_ok=True)
+    with writing(out, "name another directory with --out"):
+        out.mkdir(parents=True, exist_ok=True)
     for run, findings in zip(runs, write_report(runs, out), strict=True):
         print(run.name)
         for finding in findings:

@@ -21,6 +21,7 @@ from recipe.model.loss import IGNORE_INDEX
 from recipe.monitor.metrics import Metrics
 from recipe.optim.spike_filter import WAY_OUT
 from recipe.utils.errors import Permanent
+from recipe.utils.redaction import redact
 
 logger = logging.getLogger(__name__)
 
@@ -142,7 +143,7 @@ class Evaluator:
                 texts.append(prompt + self.tokenizer.decode(tokens).decode(errors="replace"))
         text = "\n---\n".join(texts)
         logger.info("step %d: sample %r", step, text)
-        return {"sample": text}
+        return {"sample": redact(text)}
 
 
 def continuation(model: GPT2LMHeadModel, prompt: list[int], seed: int) -> list[int]:

@@ -42,6 +42,7 @@ def secrets(monkeypatch):
         ("/home/ada/runs, '/home/ada' and /home/ada", "~/runs, '~' and ~"),
         ("/home/adam/runs and /mnt/home/ada", None),
         ("'open sesame' on a qwertzuiop", f"'{HIDDEN}' on a qwertzuiop"),
+        ("a\tb\n\x1b[2J\x9b2J", "a\tb\n\\x1b[2J\\x9b2J"),  # clears a terminal
     ],
 )
 def test_redaction_hides_secrets_and_the_home_directory_only(secrets, text, expected):
@@ -85,7 +86,7 @@ def test_no_file_or_output_holds_a_secret(shards, tmp_path):
         return f"--config={tmp_path / 'recipes' / name}"
 
     # Secrets of the environment in fields, and one in a comment of the recipe.
-    settings = {"warmup_steps": 1, "eval_steps": "end", "sample_prompt": HUB_TOKEN}
+    settings = {"warmup_steps": 1, "eval_steps": "end", "sample_prompt": HUB_TOKEN, "sample_steps": "end"}
     settings |= {"report_to": "tensorboard" if find_spec("tensorboard") else ""}
     mine = recipe("mine.yaml", f"# hf_token: {CANARY}\ndataset_split: {ENVIRONMENT['MY_PASSWORD']}\n")
     lengths = {"max_steps": 2}, {"max_steps": 3}, {"max_steps": 3, "dry_run": "true"}

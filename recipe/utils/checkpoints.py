@@ -71,8 +71,9 @@ def manifest_of(checkpoint: Path) -> dict[str, tuple[int, str]]:
     except (FileNotFoundError, ValueError, RecursionError) as error:
         raise UserError(f"manifest.json is missing or damaged ({type(error).__name__})") from None
     files = {name: (entry["bytes"], entry["sha256"]) for name, entry in manifest["files"].items()}
-    if outside_names := [name for name in files if name in ("", "..") or Path(name).name != name]:
-        raise UserError(f"manifest.json names {outside_names[0]!r}, which is not a file of this directory")
+    for name in files:
+        if name in ("", "..") or Path(name).name != name or not name.isprintable():
+            raise UserError(f"manifest.json names {name!r}, which is not a file of this directory")
     return files
 
 

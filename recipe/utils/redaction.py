@@ -1,4 +1,5 @@
-"""Hides secrets and the home directory in what a run writes and prints: configurations, URLs, messages, model cards."""
+"""Hides secrets, the home directory and control characters in what a run writes and prints: configurations, URLs,
+messages, model cards."""
 
 import os
 import re
@@ -18,17 +19,19 @@ _PATTERNS = [
     (re.compile(r"([?&][\w.-]*(?:token|key|secret|passw|sig)[\w.-]*=)[^&\s#'\"]+", re.IGNORECASE), rf"\1{HIDDEN}"),
     (re.compile(r"\bhf_[A-Za-z0-9]{16,}"), HIDDEN),  # Hugging Face's tokens
 ]
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tabs and line breaks
 
 
 def redact(text: str) -> str:
     """`text` without its secrets (values of environment variables whose names look secret, the user and password of a
-    URL, parameters of a URL whose names look secret, the Hub's tokens), and with ~ for the home directory."""
+    URL, parameters of a URL whose names look secret, the Hub's tokens), with ~ for the home directory, and with control
+    characters, by which a name in somebody else's file could rewrite a terminal's lines, as \\x1b."""
     values = [v for k, v in os.environ.items() if len(v) >= _MIN_SECRET_LENGTH and _SECRET_NAME.search(k)]
     for secret in sorted({secret for v in values for secret in (v, quote(v, safe=""))}, key=len, reverse=True):
         text = text.replace(secret, HIDDEN)
     for pattern, replacement in _PATTERNS:
         text = pattern.sub(replacement, text)
-    return home_as_tilde(text)
+    return home_as_tilde(_CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text))
 
 
 def home_as_tilde(text: str) -> str:

@@ -85,6 +85,7 @@ OUTSIDE = '{"files": {"%s": {"bytes": 2, "sha256": "0"}}}'
         ('{"files": 3}', "manifest.json is missing or damaged"),
         ('{"files": {}}', "manifest.json does not list model.safetensors"),
         (OUTSIDE % "../config.json", "manifest.json names '../config.json', which is not a file of this directory"),
+        (OUTSIDE % r"\u001b[2J", r"manifest.json names '\x1b[2J', which is not a file of this directory"),
         (OUTSIDE % "/etc/hosts", "manifest.json names '/etc/hosts', which is not a file of this directory"),
     ],
 )

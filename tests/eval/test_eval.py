@@ -497,6 +497,7 @@ def test_an_interrupt_and_out_of_memory_print_no_traceback(error, code, message,
         (sample, ["MODEL", "--seed", "99999999999999999999999"], "must be from 0 to 2^63"),
         (sample, ["MODEL", "--output", "results.json"], "--output"),
         (hellaswag, ["MODEL", "--output", "absent/results.json"], "absent: not a directory"),
+        (hellaswag, ["MODEL", "hf_" + 30 * "a"], "arguments: ***"),
     ],
 )
 def test_wrong_arguments_exit_2(module, arguments, message, model_dir, error_of):
