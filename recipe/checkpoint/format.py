@@ -2,7 +2,7 @@
 
     step_00005000/
       model.safetensors       weights under transformers' names, fp32
-      optimizer.safetensors   <state>.<parameter name>, such as exp_avg.transformer.wte.weight, fp32
+      optimizer.safetensors   <state>.<parameter name>, such as exp_avg.transformer.wte.weight (fp32)
       trainer_state.json      step, configuration, provenance, and the state of each component of the run
       config.json, generation_config.json, tokenizer files
       manifest.json           size and SHA-256 of each file above
@@ -75,7 +75,7 @@ _DATA = {"shards": [[str, COUNT, (None, SHA256)]], "complete": bool, "manifest":
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint in memory; its tensors are fp32 on the CPU.
+    """A checkpoint in memory; its tensors are on the CPU, those of the model in fp32.
 
     Attributes:
         optimizer_state: {"<state>.<parameter name>": tensor}.

@@ -74,8 +74,14 @@ class BatchLoader:
     def _next_step(self) -> list[Future]:
         return list(islice(self._pending, self._batch.accumulation))
 
+    def __iter__(self) -> BatchLoader:
+        return self
+
     def __next__(self) -> torch.Tensor:
-        """The next micro-batch, (micro, T + 1) int64, on the device, once it is read; raises what reading raised."""
+        """The next micro-batch, (micro, T + 1) int64, on the device, once it is read; raises what reading raised, and
+        StopIteration after the last step."""
+        if not self._pending:
+            raise StopIteration
         start = time.perf_counter()
         sequences = self._pending.popleft().result()
         self._wait_seconds += time.perf_counter() - start

@@ -107,7 +107,7 @@ def load_named_state(
     for name, p in model.named_parameters():
         saved = saved_states[name]
         # FSDP's shards are copies already.
-        state = {k: v.to(p.device, p.dtype, copy=not hasattr(v, "to_local")) for k, v in saved.items()}
+        state = {k: v.to(p.device, copy=not hasattr(v, "to_local")) for k, v in saved.items()}
         if names[name] != MUON:
             step = torch.tensor(float(steps), dtype=torch.float32, device=p.device if on_device else "cpu")
             state = {"step": step} | state

@@ -42,9 +42,11 @@ def _decay_factor(step: int, config: OptimizerConfig, warmup_steps: int) -> floa
     if config.lr_scheduler_type == "wsd":
         start = config.decay_start
     progress = min(1.0, max(0, step - start) / max(1, end - start))
-    if config.lr_scheduler_type == "cosine":
-        return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress))
-    return floor + (1 - floor) * (1 - progress)
+    match config.lr_scheduler_type:
+        case "cosine":
+            return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress))
+        case "linear" | "wsd":
+            return floor + (1 - floor) * (1 - progress)
 
 
 def set_lr(optimizer: torch.optim.Optimizer, step: int, config: OptimizerConfig) -> None:

@@ -22,12 +22,14 @@ def tiny_model(seed: int = 0, n_layer: int = 2) -> GPT2LMHeadModel:
     return model
 
 
-def test_weight_decay_reaches_matrices_and_embeddings_only():
+@pytest.mark.parametrize("matrix_learning_rate", [0.0, 0.5])
+def test_weight_decay_reaches_matrices_and_embeddings_only(matrix_learning_rate):
     model = tiny_model()
     for p in model.parameters():
         p.data.fill_(1.0)
         p.grad.zero_()  # decay alone changes a weight
-    make_optimizer(model, OptimizerConfig(learning_rate=0.5, weight_decay=0.1), fused=False).step()
+    config = OptimizerConfig(learning_rate=0.5, matrix_learning_rate=matrix_learning_rate, weight_decay=0.1)
+    make_optimizer(model, config, fused=False).step()
     for name, p in model.named_parameters():
         expected = 1 - 0.5 * 0.1 if p.ndim >= 2 else 1.0
         assert torch.allclose(p, torch.tensor(expected)), name
@@ -108,3 +110,15 @@ def test_the_state_of_any_optimizer_resumes_with_its_step(optimizer_class, optio
     for optimizer in optimizers:
         optimizer.step()
     assert all(map(torch.equal, *(model.parameters() for model in models)))
+
+
+def test_the_state_resumes_in_its_own_type_and_shape():
+    """Such as a momentum in bf16, or one number a parameter."""
+    model = tiny_model()
+    optimizer, name = make_optimizer(model, OptimizerConfig(), fused=False), "transformer.wte.weight"
+    state = {"exp_avg": torch.ones(2).bfloat16(), "scale": torch.tensor(3.0)}
+    load_named_state(model, optimizer, {f"{key}.{name}": tensor for key, tensor in state.items()}, steps=1)
+    loaded = optimizer.state[dict(model.named_parameters())[name]]
+    assert {key: (loaded[key].dtype, loaded[key].shape) for key in state} == {
+        key: (tensor.dtype, tensor.shape) for key, tensor in state.items()
+    }
