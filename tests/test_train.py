@@ -2,11 +2,13 @@
 
 import errno
 import json
+import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from recipe.checkpoint.format import checkpoints
 from recipe.data.tokenizer import encode
+from recipe.evaluation import Evaluator
 from recipe.hub.model_card import model_card
 from recipe.monitor.metrics import MetricsLog
 from recipe.monitor.summary import summarize
@@ -248,6 +251,31 @@ def test_an_extended_run_keeps_its_validation_losses_and_its_best_checkpoint(sha
     lines, _ = train(shards, run, max_steps=92, eval_steps=9)  # due at step 90 too, which is not evaluated again
     assert [step for step, line in lines.items() if line["val_loss"] is not None] == [*val_losses, 92]
     assert [line["step"] for line in metrics(run)] == list(range(93))
+
+
+def test_a_step_is_saved_before_its_long_evaluation_which_a_resume_does_not_repeat(
+    shards, tmp_path, in_process, monkeypatch
+):
+    """On a slow disk, a kill during the evaluation would lose the step."""
+    run, steps, were_saved, fsync = tmp_path / "run", [], [], os.fsync
+    monkeypatch.setattr(os, "fsync", lambda descriptor: (time.sleep(0.05), fsync(descriptor)))
+
+    def validate(evaluator, model, step) -> dict:
+        steps.append(step)
+        return {"val_loss": 1.0}
+
+    def hellaswag(evaluator) -> dict:
+        were_saved.append((run / f"step_{steps[-1]:08d}").exists())
+        return {}
+
+    monkeypatch.setattr(Evaluator, "validate", validate)
+    monkeypatch.setattr(Evaluator, "hellaswag", hellaswag)
+    for max_steps in (4, 8):
+        settings = {"max_steps": max_steps, "warmup_steps": 0, "save_steps": 4, "eval_steps": 4, "hellaswag_steps": 4}
+        code, _, err = in_process(tiny_flags(shards, run, **settings))
+        assert code == 0, err
+    assert steps == [0, 4, 8]
+    assert were_saved[-2:] == [True, True]
 
 
 def test_bf16_gradient_checkpointing_and_chunks_follow_the_fp32_curve(shards, short_run, tmp_path):

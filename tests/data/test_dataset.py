@@ -90,6 +90,13 @@ def test_the_order_is_the_documented_one(shards, tmp_path, seed):
             assert mixed.sequences(step, lo, hi).tolist() == [documented_sequence(files[d], seed, g) for d, g in pairs]
 
 
+def test_a_batch_may_cross_an_epoch_of_a_single_shard(shards):
+    batch = TokenDataset(shards[:1], T, 4, 3)
+    number = batch.windows - 2  # the last two windows of the first epoch, and the first two of the second
+    expected = [documented_sequence([shards[0].path], 3, g) for g in range(number, number + 4)]
+    assert batch.windows_at(np.arange(number, number + 4)).tolist() == expected
+
+
 def test_a_shard_for_both_training_and_validation_is_refused(tmp_path):
     for name in ("a", "b", "c"):
         (tmp_path / name).mkdir()

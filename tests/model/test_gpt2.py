@@ -118,6 +118,13 @@ def test_checkpointing_chunks_padding_and_two_stage_products_change_no_gradient(
         assert all(relative(a, b) < 1e-5 for a, b in zip(grads, expected_grads, strict=True))
 
 
+def test_a_bias_gradient_is_summed_in_fp32():
+    x, weight, bias = torch.ones(4, 1024, 1).bfloat16(), torch.ones(1, 8).bfloat16(), torch.zeros(8, requires_grad=True)
+    grad = torch.randn(4, 1024, 8).bfloat16()
+    TwoStageLinear.apply(x, weight, bias).backward(grad)
+    assert torch.allclose(bias.grad.double(), grad.double().sum((0, 1)), rtol=0, atol=1e-4)
+
+
 def test_dropout_is_where_gpt2_has_it(monkeypatch):
     """Of three kinds: after the embedding, in the attention, and after the attention and the MLP."""
     probabilities = []

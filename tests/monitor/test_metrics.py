@@ -112,6 +112,7 @@ def test_a_record_holds_what_its_step_read_and_its_evaluations_also_after_a_resu
             clock.seconds += 6.0
         record = metrics.record(5, read=True)
         metrics.unwritten = dict(record)
+        clock.seconds += 3.0  # of training since the record
         state = json.loads(json.dumps(metrics.state_dict()))
         metrics.write(5, record | {"val_loss": 3.0})
     first_line, line = read_metrics(tmp_path / "metrics.jsonl")
@@ -125,8 +126,9 @@ def test_a_record_holds_what_its_step_read_and_its_evaluations_also_after_a_resu
 
     resumed_metrics = Metrics(config, strategy, batches, 5)
     resumed_metrics.load_state_dict(state)
+    assert resumed_metrics.seconds == 13.0
     with resumed_metrics:
         record = resumed_metrics.record(5, read=True)
         assert record["val_loss"] == 3.0  # of the earlier process, so that it is not measured again
         resumed_metrics.write(5, record)
-    assert read_metrics(tmp_path / "metrics.jsonl") == [first_line, line]
+    assert read_metrics(tmp_path / "metrics.jsonl") == [first_line, line | {"seconds": 13.0}]

@@ -36,4 +36,5 @@ def test_wsd_is_constant_and_then_linear():
 def test_muon_has_the_same_shape_without_warmup():
     wsd = replace(COSINE, lr_scheduler_type="wsd", decay_fraction=0.5, min_lr_fraction=0.0, muon_learning_rate=0.02)
     assert [muon_lr_at(s, wsd) for s in (0, 6, 9)] == pytest.approx([0.02, 0.02, 0.01])
+    assert muon_lr_at(6, replace(COSINE, muon_learning_rate=1.0)) == pytest.approx(0.1 + 0.9 * 0.5)
     assert [muon_momentum_at(s) for s in (0, 150, 300, 9000)] == pytest.approx([0.85, 0.9, 0.95, 0.95])
