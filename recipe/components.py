@@ -31,7 +31,7 @@ from recipe.model.loss import can_fuse
 from recipe.monitor.metrics import Metrics, time_to_decay
 from recipe.optim.optimizer import make_optimizer
 from recipe.utils.checkpoints import manifest_of, val_losses
-from recipe.utils.errors import Unreachable, UserError
+from recipe.utils.errors import Unreachable, UserError, is_transient
 from recipe.utils.processes import Processes
 from recipe.utils.redaction import redacted
 
@@ -58,10 +58,10 @@ class Components:
     def check_data_errors(self, saved: bool) -> None:
         """Raises UserError, on all processes, if the run stopped because one of them could not read its data. A
         collective call."""
-        error = self.batches.error()
-        if self.strategy.runtime.processes.anywhere(error is not None):
-            cause = error or "another process cannot read its data; see its error message"
-            raise UserError(f"{cause}{'' if saved else '; the last checkpoint could not be written either'}")
+        with self.strategy.runtime.processes.shared_error("the data cannot be read"):
+            if error := self.batches.error():
+                kind = Unreachable if is_transient(error) else UserError
+                raise kind(f"{error}{'' if saved else '; the last checkpoint could not be written either'}")
 
 
 @contextmanager

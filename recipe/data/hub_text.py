@@ -83,7 +83,7 @@ class HubText:
                     raise self._error(error) from None
                 if failures == _RETRIES:
                     problem = f"data set {self.name}: the Hub, which answered before, reports {_reason(error)}"
-                    raise UserError(f"{problem}; the same command continues") from None
+                    raise Unreachable(f"{problem}; the same command continues") from None
                 delay, failures = min(_MAX_DELAY_S, 2**failures), failures + 1
                 message = "data       %s: %s; trying again in %d s from where it stopped"
                 logger.warning(message, self.repo, _reason(error), delay)

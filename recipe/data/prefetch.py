@@ -12,7 +12,7 @@ import torch
 
 from recipe.config import BatchPlan
 from recipe.data.mixed import Dataset
-from recipe.utils.errors import UserError, first_line
+from recipe.utils.errors import Unreachable, UserError, first_line, is_transient
 
 
 class BatchLoader:
@@ -69,7 +69,8 @@ class BatchLoader:
         error = next((e for future in self._next_step() if future.done() and (e := future.exception())), None)
         if error is None or isinstance(error, UserError):
             return error
-        return UserError(f"the data cannot be read ({type(error).__name__}: {first_line(error)})")
+        kind = Unreachable if is_transient(error) else UserError
+        return kind(f"the data cannot be read ({type(error).__name__}: {first_line(error)})")
 
     def _next_step(self) -> list[Future]:
         return list(islice(self._pending, self._batch.accumulation))

@@ -77,7 +77,7 @@ def wait_for(out: Path, condition: Callable[[], object], awaited: str, closed: t
     last_logged = start + _FIRST_LINE_AFTER_S - _LOG_INTERVAL_S
     while not condition():
         if not (status := read_json(out / STATUS)):
-            raise UserError(f"the process that makes the shards in {out} died; the same command resumes")
+            raise Unreachable(f"the process that makes the shards in {out} died; the same command resumes")
         if error := status.get("error"):
             raise (Unreachable if status.get("is_transient") else UserError)(error)
         if closed and closed.is_set():

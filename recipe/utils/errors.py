@@ -29,7 +29,7 @@ class Permanent(UserError):
 _WRONG_PATH = FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError
 
 
-def is_transient(error: Exception) -> bool:
+def is_transient(error: BaseException) -> bool:
     """Whether an error is a failure of a disk or the Hub, which may be over at the next start. An OSError without an
     errno is not: libraries raise it for a file that they cannot read."""
     causes = (cause for cause in (error, error.__cause__) if isinstance(cause, OSError) and cause.errno)
@@ -52,7 +52,7 @@ class ExitCode(IntEnum):
     USER_ERROR = 2
     NOT_COMPARABLE = 69  # EX_UNAVAILABLE: the run cannot be audited on this machine
     NOT_SAVED = 74  # EX_IOERR: the last checkpoint could not be written
-    RUN_AGAIN = 75  # EX_TEMPFAIL: stopped, lost a process, or an upload is incomplete; the same command continues
+    RUN_AGAIN = 75  # EX_TEMPFAIL: stopped, lost a process or the Hub, or not fully uploaded; the same command continues
     INTERRUPTED = 130  # Ctrl-C with nothing to save, or a second Ctrl-C
 
 

@@ -6,6 +6,7 @@ import signal
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -86,6 +87,22 @@ def test_sigterm_while_waiting_for_data(lab, tmp_path):
     run.send_signal(signal.SIGTERM, rank=1)
     check_stopped(lab, run, **streamed)
     lab.check_same_end(tmp_path, 2, **changes)
+
+
+@pytest.mark.parametrize("processes", [1, slow(2)])
+def test_a_stream_whose_producer_dies_is_to_be_run_again(lab, tmp_path, processes):
+    """As after the Hub has been out of reach for a while: a script that repeats a command after code 75 goes on."""
+    changes = {"max_steps": 24, "save_steps": 12, "eval_steps": "end", "hellaswag_steps": 0}
+    streamed = changes | {"streaming": True, "dataset_name": tmp_path / "shards"}
+    run = lab.start(tmp_path, processes, "stall@rename(*_[0-9]*.bin):3", **streamed)
+    run.until("\nstep 15 ")
+    for producer in (child for rank in run.ranks for child in psutil.Process(rank.pid).children()):
+        producer.kill()
+    run.end(ExitCode.RUN_AGAIN)
+    assert "died; the same command resumes" in run.output
+    assert newest_step(tmp_path) >= run.last_step >= 15
+    lab.start(tmp_path, processes, **streamed).end(0)
+    lab.check_same_end(tmp_path, processes, **changes)
 
 
 @pytest.mark.parametrize(
