@@ -66,12 +66,12 @@ def test_equal_to_transformers(n_embd, n_head, tmp_path):
     for updated in (model, reference):
         make_optimizer(updated, OptimizerConfig(learning_rate=3e-4, weight_decay=0.1), fused=False).step()
     for name, p in model.named_parameters():
-        a, b = p, expected[name]
-        if name.endswith("c_attn.bias"):
-            # A key's bias shifts all scores of a row equally, so its gradient is zero but for rounding, whose sign
-            # AdamW's first step makes as large as any other: only queries and values can be compared.
-            a, b = (t.unflatten(0, (3, -1))[[0, 2]] for t in (a, b))
-        assert relative(a, b) < 1e-5, name
+        # AdamW's first step is as large for a gradient that is nothing but rounding, as is each of a key's bias, which
+        # shifts all scores of a row equally. Those cannot be compared.
+        gradient = expected[name].grad.abs()
+        compared = (gradient > 1e-3 * gradient.mean()) | (gradient + p.grad.abs() == 0)
+        assert compared.float().mean() > (0.6 if name.endswith("c_attn.bias") else 0.98), name
+        assert relative(p * compared, expected[name] * compared) < 1e-6, name
 
     save_file(model.state_dict(), tmp_path / "model.safetensors", metadata={"format": "pt"})
     model.save_config(tmp_path)
