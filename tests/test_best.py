@@ -1,5 +1,6 @@
 """recipe/best.py: text and time in, a recipe and its run out."""
 
+import json
 import math
 import re
 import shutil
@@ -19,6 +20,7 @@ from recipe.config import parse_config
 from recipe.config.catalog import text_files
 from recipe.config.fields import FIELDS, RunConfig
 from recipe.data.survey import OWN_VOCAB_SIZE, Text
+from recipe.data.tokenizer import open_tokenizer
 from recipe.engine.factory import open_strategy
 from recipe.estimate import forecast, scaling
 from recipe.estimate.forecast import Forecaster, recipe
@@ -279,6 +281,64 @@ def test_the_speed_is_measured_compiled_unless_the_user_says_otherwise(argv, com
     runs = fake_runs(monkeypatch, lambda size, batch: 1e5)
     ok(call_here("--text", SHAKESPEARE, "--hours", "2", "--dry_run", *argv))
     assert {run.torch_compile for run in runs if not run.train_hours} == {compiled}, "all but the trials"
+
+
+def measured(output: str) -> tuple[float, float]:
+    """Tokens of a text, and bytes a token, as printed."""
+    tokens, unit, size = re.search(
+        r"^text .*: ([\d.]+) ([kM]) tokens to train on, ([\d.]+) bytes", output, re.M
+    ).groups()
+    return float(tokens) * {"k": 1e3, "M": 1e6}[unit], float(size)
+
+
+def test_a_loss_is_given_in_bits_per_byte_too_and_a_byte_is_not_a_character(call_here):
+    latin, cyrillic = "abcdefghijklmnopqrstuvwxyz", "абвгдежзийклмнопрстуфхцчшщ"
+    text = SHAKESPEARE.read_text()[:300_000].translate(str.maketrans(latin, cyrillic))
+    Path("text.txt").write_text(text)
+    output = ok(call_here("--text", "text.txt", "--device", "h100")).stdout
+    size = len(text.encode()) / len(open_tokenizer("data/text-0.1h/tokenizer").encode([text])[0])
+    assert measured(output)[1] == pytest.approx(size, abs=0.06)
+    loss, bits = map(float, re.search(r"^best .*: loss (\S+) \((\S+) bits per byte\)", output, re.MULTILINE).groups())
+    assert bits == pytest.approx(loss / math.log(2) / size, abs=0.006)
+
+
+def test_a_text_that_is_too_long_to_read_is_counted_by_its_beginning(call_here, monkeypatch):
+    """Here by half of it, less the last buffers."""
+    text = 32 * SHAKESPEARE.read_text()
+    Path("text.txt").write_text(text)
+    monkeypatch.setattr("recipe.data.survey.READ_RATE", len(text) / 2 / 360)
+    tokens, size = measured(ok(call_here("--text", "text.txt", "--device", "h100", "--tokenizer", "gpt2")).stdout)
+    recipe = yaml.safe_load(Path("runs/text-0.1h/recipe.yaml").read_text())
+    assert recipe["dataset_name"] == "text.txt", "all of it"
+    assert tokens * size == pytest.approx((1 - recipe["val_fraction"]) * len(text), rel=0.15)
+
+
+def test_of_a_text_longer_than_the_run_needs_every_nth_document_is_trained_on(call_here):
+    """Also by a run of a few milliseconds, which has no time to read."""
+    documents = [f"{i}: {SHAKESPEARE.read_text()[i * 200 : i * 200 + 190]}" for i in range(5500)]
+    Path("text.jsonl").write_text("".join(f"{json.dumps({'text': document})}\n" for document in documents))
+    ok(call_here("--text", "text.jsonl", "--device", "h100", "--tokens", "20000"))
+    recipe = Path("runs/text-20000-tokens/recipe.yaml").read_text()
+    stride = int(re.search(r"every-(\d+)\.txt\".*, one of every \1 pieces", recipe)[1])
+    copy = Path(f"data/text-20000-tokens/every-{stride}.txt").read_text()
+    assert stride > 2
+    assert copy.split("<|endoftext|>") == [*documents[::stride], ""]
+
+
+def test_a_trial_is_validated_on_as_many_tokens_as_the_run_will_be(monkeypatch):
+    """Or their losses could not be compared."""
+    runs, forecaster = fake_runs(monkeypatch, lambda size, batch: 1e5), forecaster_of()
+    run = forecaster.best(3600)
+    best.measure_loss(forecaster, run, 60, [])
+    assert runs[0].eval_tokens == forecaster.recipe(run.size, run.tokens)["eval_tokens"][0]
+
+
+def test_a_speed_is_the_median_without_the_first_steps_which_compile(monkeypatch):
+    lines = [{"step": 5 * i, "tokens_per_second": rate} for i, rate in enumerate((10.0, 100.0, 200.0, 300.0), 1)]
+    monkeypatch.setattr(best, "train_and_delete", lambda *_: lines)
+    forecaster = forecaster_of()
+    best.measure_speed(forecaster, run := forecaster.best(3600), [], torch_compile=False)
+    assert forecaster.tokens_per_second(run.size) == 200.0
 
 
 def test_a_loss_below_zero_is_not_forecast(call_here, monkeypatch):

@@ -58,7 +58,8 @@ def survey(
         return Text(name, tokenizer, math.inf, ENGLISH)
     if not is_local:
         source.commit = source.newest()["commit"]
-    readable = min(source.size, READ_RATE * seconds) if is_local else SAMPLE_BYTES
+    # However short the run: `source.position` grows by up to 2 MiB at a time.
+    readable = min(source.size, max(SAMPLE_BYTES, READ_RATE * seconds)) if is_local else SAMPLE_BYTES
     stride = max(1, int(readable / needed_bytes)) if is_local else 1
     sample_stride = stride * max(1, int(readable / stride / SAMPLE_BYTES))
     directory = Path("data") / config.run.run_name
