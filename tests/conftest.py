@@ -219,6 +219,9 @@ def in_process(monkeypatch, capsys):
     import torch
     from accelerate.state import AcceleratorState, PartialState
 
+    from recipe.engine.shutdown import StopSignal
+
+    StopSignal.release()  # which an earlier test may have left, with a strategy
     for name in [name for name in os.environ if name.startswith("ACCELERATE_") or name.endswith("RANK")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")

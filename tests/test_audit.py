@@ -240,6 +240,24 @@ def test_a_flipped_bit_is_found(run, capsys, replayed_once):
     assert (code, sentences) == (1, [f"step 15 to 20: different: {WEIGHT} of step 20 differs from the replay's"])
 
 
+def test_a_damaged_checkpoint_at_the_start_of_an_interval_is_named(run, capsys, replayed_once):
+    """Rather than the one at its end."""
+    path = run / "step_00000015" / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    problem = "model.safetensors does not match its checksum in manifest.json"
+    assert audited(capsys, run) == (1, [f"step 15 to 20: different: {path.parent} is damaged: {problem}"])
+
+
+def test_an_interval_begins_at_the_checkpoint_from_which_the_run_resumed_with_other_settings(run):
+    """Not before it: an audit does not replay a change of settings."""
+    part = {"from_step": 10, "micro_batch_size": 2}
+    change_state(run / "step_00000015", lambda state: state["about"].append(state["about"][-1] | part))
+    interval = audit.interval_to(run / "step_00000015", checkpoints(run), "")
+    assert (interval.first, interval.last) == (10, 15)
+
+
 def test_an_honest_run_holds_to_the_bit_and_is_only_read(resumed_run, capsys, replayed_once):
     times = modification_times(resumed_run)
     code, sentences = audited(capsys, resumed_run, "--last", 4)

@@ -1,21 +1,26 @@
 """A run whose nodes are launched differently does not train; its streams share the disk."""
 
+import json
+import shutil
 from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
 
 from recipe.checkpoint import provenance
-from recipe.components import check_same_launch, check_supported
+from recipe.checkpoint.format import Checkpoint
+from recipe.components import check_same_launch, check_supported, is_complete
 from recipe.config import batch_arithmetic, parse_config
 from recipe.data.open import open_datasets
 from recipe.data.prepare import prepare
 from recipe.engine.device import Device
 from recipe.engine.runtime import Runtime
 from recipe.utils.errors import UserError
+from recipe.utils.files import sha256_of
 from recipe.utils.processes import Processes
 from tests.conftest import flags
 from tests.data import TEXT, data_of
+from tests.engine import cpu_strategy
 
 
 class Launch(Processes):
@@ -81,6 +86,40 @@ def test_a_node_with_other_shards_is_refused(monkeypatch, tmp_path):
     open_on("b")
     with pytest.raises(UserError, match=r"c holds other shards here than on rank 0's node; copy"):
         open_on("c")
+    shutil.copytree(tmp_path / "a", tmp_path / "d")
+    manifest = json.loads((tmp_path / "d/manifest.json").read_text())
+    (entry,) = (entry for entry in manifest["shards"] if entry["split"] == "val")
+    shard = tmp_path / "d" / entry["file"]
+    shard.write_bytes(shard.read_bytes()[:-2] + b"\1\0")
+    entry["sha256"] = sha256_of(shard)
+    (tmp_path / "d/manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(UserError, match=r"d holds other shards here than on rank 0's node; copy"):
+        open_on("d")
+
+
+def test_a_complete_run_on_more_files_than_it_records_notices_one_more(tmp_path):
+    """A checkpoint has the names of ten."""
+    text = tmp_path / "text"
+    text.mkdir()
+    for number in range(12):
+        (text / f"{number:02}.txt").write_text(TEXT[900 * number :][:900])
+    sizes = {"n_positions": 16, "sequence_length": 16, "total_batch_tokens": 32, "val_fraction": 0.1}
+    config = parse_config(flags(train_text=text, dataset_name=tmp_path / "shards", output_dir=tmp_path, **sizes))
+    prepare(config.data)
+    about = provenance.about(config, cpu_strategy(), 0, [])
+    state = {"config": config.flat(), "about": about}
+    checkpoint = Checkpoint(tmp_path / "step_09999999", 9_999_999, {}, {}, state)
+    assert is_complete(config, Processes(), checkpoint)
+    (text / "12.txt").write_text("one more")
+    with pytest.raises(UserError, match=r"is complete, but .*text has changed since then"):
+        is_complete(config, Processes(), checkpoint)
+
+
+def test_a_run_from_other_weights_that_resumes_unchanged_is_of_one_part():
+    """Or an audit would not replay it across the resume."""
+    config = parse_config(["--init_from=openai-community/gpt2"])
+    parts = provenance.about(config, cpu_strategy(), 0, [])
+    assert provenance.about(config, cpu_strategy(), 5, parts) == parts
 
 
 def test_streams_share_the_disk_budget(monkeypatch):

@@ -47,6 +47,18 @@ def test_hellaswag_during_training_is_in_the_precision_of_the_run(precision, dty
     assert evaluator.hellaswag() == {"hellaswag_in its precision": 1.0, "hellaswag_rows": 1}
 
 
+def test_a_run_trains_with_dropout_again_after_hellaswag_and_after_a_sample(monkeypatch):
+    monkeypatch.setattr(evaluation, "count_correct", lambda *_, **__: {"rows": 1})
+    config, strategy = parse_config(flags(**TINY, dropout=0.1)), open_strategy("fp32")
+    metrics = SimpleNamespace(paused=lambda text: nullcontext(lambda *_: None))
+    model = build_model(config)
+    evaluator = evaluation.Evaluator(config, None, strategy, model, None, metrics)
+    for evaluate in (evaluator.hellaswag, lambda: evaluator.sample(0)):
+        model.train()
+        evaluate()
+        assert all(module.training for module in model.modules())
+
+
 def test_samples_continue_the_prompts_that_the_user_chooses(shards, tmp_path):
     prompts = "ROMEO:\nShall I compare thee"
     settings = {"max_steps": 4, "warmup_steps": 1, "sample_steps": "end", "sample_prompt": prompts}

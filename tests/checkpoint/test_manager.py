@@ -32,12 +32,13 @@ class Run:
         self.metrics = SimpleNamespace(warning="", paused=lambda activity: nullcontext())
         self.metrics.state_dict = lambda: {"unwritten": self.metrics.unwritten}
         self.metrics.sync = lambda step: self.synced.append(step) or "a" * 64
-        strategy = cpu_strategy()
+        self.strategy = strategy = cpu_strategy()
         strategy.gather = self._gather
         config = parse_config([f"--output_dir={directory}", "--save_total_limit=1", "--lr_scheduler_type=linear"])
         model = SimpleNamespace(config=SimpleNamespace(n_positions=64))
         model.save_config = lambda path: (path / "config.json").write_bytes(b"{}")
-        trained = model, SimpleNamespace(state={})
+        self.optimizer = SimpleNamespace(state={})
+        trained = model, self.optimizer
         stateful = {"grad_scaler": SimpleNamespace(state_dict=lambda: {"scale": 2.0}), "metrics": self.metrics}
         self.lock = ExitStack()
         descriptor = self.lock.enter_context(run_directory(directory))
@@ -73,6 +74,14 @@ def test_a_step_that_is_saved_already_is_not_saved_again(run):
         run.save_and_wait(3)
     assert run.metrics.warning == ""
     assert tensors(run.directory / "step_00000003")["a"].tolist() == [1.0] * 4
+
+
+def test_a_checkpoint_has_the_number_of_steps_that_were_not_skipped(run):
+    """By which AdamW corrects its averages after a resume."""
+    run.optimizer.state["a"] = {"step": torch.tensor(3.0)}
+    run.save_and_wait(5)
+    state = json.loads((run.directory / "step_00000005" / "trainer_state.json").read_text())
+    assert (state["step"], state["optimizer_steps"]) == (5, 3)
 
 
 def test_a_save_is_waited_for_only_at_the_next_one(run, monkeypatch):
@@ -122,7 +131,10 @@ def test_the_last_save_on_a_full_disk_deletes_an_unprotected_checkpoint(run, mon
     assert "retrying" not in caplog.text
 
 
-def test_the_last_save_is_retried_for_a_minute(run, monkeypatch, caplog):
+@pytest.mark.parametrize("stopped", [False, True])
+def test_the_last_save_is_retried_for_a_minute(stopped, run, monkeypatch, caplog):
+    """Also of a run that a signal has stopped."""
+    run.strategy.runtime.stop.requested = stopped
     monkeypatch.setattr(module, "RETRY_PAUSE_S", 0.1)
     results = iter([errno.EIO, errno.EIO, None])
     commit = module.save_checkpoint

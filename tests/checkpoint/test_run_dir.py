@@ -135,6 +135,9 @@ def test_another_run_is_refused_and_harmless_changes_are_reported(tmp_path, capl
     assert caplog.messages[1:] == ["resuming with dropout 0.0 -> 0.1"]
     with pytest.raises(UserError, match=r"n_layer 2 -> 3, n_embd 128 -> 96, optim 'muon' -> 'adamw'.*--fresh"):
         check_same_run(state, config | {"n_layer": 3, "n_embd": 96, "optim": "adamw"}, tokenizer, tmp_path)
+    for name, value in {"seed": 2, "sequence_length": 32, "total_batch_tokens": 64}.items():  # other data at a step
+        with pytest.raises(UserError, match=f"holds a run with other settings: {name} "):
+            check_same_run(state, config | {name: value}, tokenizer, tmp_path)
     message = "run_name 'shakespeare' -> 'other'; .*, or continue it: --run_name shakespeare --output_dir "
     with pytest.raises(UserError, match=message):
         check_same_run(state, config | {"run_name": "other"}, tokenizer, tmp_path)

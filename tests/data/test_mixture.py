@@ -13,13 +13,18 @@ from huggingface_hub import ModelCard
 
 from eval.curves import read_run
 from eval.report import summarize, write_report
-from recipe.config import MixtureEntry, data_sets, parse_config
+from recipe.config import MixtureEntry, batch_arithmetic, data_sets, parse_config
 from recipe.data.builder import read_json, reader_path
+from recipe.data.dataset import TokenDataset
 from recipe.data.mixed import MixedDataset, deal
+from recipe.data.open import open_datasets
 from recipe.data.prepare import main as prepare
+from recipe.data.shards import find_shards
 from recipe.hub.model_card import model_card
+from recipe.utils.errors import UserError
+from recipe.utils.processes import Processes
 from tests import processes
-from tests.conftest import TINY, by_step, forget_after, ok, refused, run_train
+from tests.conftest import TINY, by_step, flags, forget_after, ok, refused, run_train
 from tests.data import DOCUMENTS, TEXT, streams, write_jsonl
 
 
@@ -108,6 +113,11 @@ def test_a_run_records_shares_and_losses_of_its_data_sets(mixed_run, tmp_path):
             assert line["val_loss"] == pytest.approx(np.dot([0.5, 0.1, 0.4], losses), rel=1e-12)
             assert len(set(losses)) == 3
     assert "val_loss/a" not in by_step(run)[5]
+    for name, share in {"a": 0.5, "b": 0.1, "c": 0.4}.items():
+        (directory,) = (mixed_run[0] / "data").glob(f"{name}*")
+        windows = TokenDataset(find_shards(str(directory), "train"), 16, 1, seed=0).windows
+        epochs = re.search(rf"^epochs +(\S+) over data/{directory.name}", output, re.MULTILINE)[1]
+        assert float(epochs) == pytest.approx(80 * share / windows, rel=0.01)  # of 20 steps of 4 sequences
     line = by_step(run)[20]
     assert f"validation loss {line['val_loss']:.4f} (a {line['val_loss/a']:.4f}, b {line['val_loss/b']:.4f}" in output
 
@@ -141,6 +151,18 @@ def test_a_run_with_other_weights_is_refused(copy):
     (copy / "mixed.yaml").write_text(recipe().replace("weight: 5", "weight: 4"))
     message = "holds a run with other settings: dataset_name's weights (of 1,000) [500, 100, 400] -> [445, 111, 444]"
     assert message in refused(run_train("--config=mixed.yaml", cwd=copy))
+
+
+def test_a_data_set_of_a_mixture_without_a_full_sequence_is_refused(tmp_path, monkeypatch):
+    """Also one with so small a share that most steps take nothing of it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text(TEXT[:30_000])
+    write_jsonl(tmp_path / "b.jsonl", [TEXT[:500], "short"])
+    mixture = "[{name: a.txt, weight: 99}, {name: b.jsonl, weight: 1, val_documents: 1}]"
+    config = parse_config(flags(**TINY, dataset_name=mixture, val_fraction=0.1))
+    datasets = open_datasets(config, batch_arithmetic(config, 1), Processes())
+    with pytest.raises(UserError, match="takes 1 sequences a step, but the training data have only 0"), datasets:
+        pass
 
 
 def test_a_mixture_on_the_command_line(tmp_path, monkeypatch):

@@ -172,6 +172,19 @@ def test_a_containers_quota_of_cores_limits_the_threads(monkeypatch, tmp_path, q
     assert set_counts == [threads]
 
 
+def test_the_processes_of_a_node_share_its_cores(monkeypatch, tmp_path):
+    """With 8 threads each, 4 processes on 8 cores would wait for each other."""
+    set_counts = []
+    monkeypatch.setattr(hardware, "CPU_QUOTA", tmp_path / "none")
+    monkeypatch.setattr(hardware.psutil, "cpu_count", lambda logical: 8)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    monkeypatch.setattr(torch, "set_num_threads", set_counts.append)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    for processes in (4, 16):
+        hardware.tune_cpu(local_world_size=processes)
+    assert set_counts == [2, 1]
+
+
 def test_a_deterministic_run_is_compiled_by_torch_2_9_too(monkeypatch):
     """Whose compiler does not have the setting."""
     from torch._inductor import config

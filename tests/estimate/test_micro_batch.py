@@ -61,6 +61,12 @@ def test_a_resumed_run_keeps_its_micro_batch_size(shards, automatic, tmp_path):
     assert "of 90 MB, an estimate" in run(shards, directory, "90e6", gradient_checkpointing="true").stdout
 
 
+def test_a_run_that_moves_to_another_device_chooses_again(whole_run):
+    config = parse_config(flags(**TINY | {"micro_batch_size": "auto", "output_dir": whole_run[0]}))
+    _, line = micro_batch(config, open_strategy("fp32", "h100"))
+    assert line.endswith("of 80 GB, an estimate"), "not as on the CPU, whose checkpoint has another micro-batch"
+
+
 @pytest.mark.slow
 def test_all_processes_use_the_micro_batch_that_fits_each(shards, tmp_path):
     result = run(shards, tmp_path / "run", "150e6,90e6", processes=2)

@@ -93,6 +93,15 @@ def test_shards_equal_the_models_own_loss(model_dir, loaded, tmp_path, command, 
         name.rename("step_00000020")
 
 
+def test_an_added_token_counts_the_bytes_of_its_text(model_dir):
+    """Not its characters, as those of other tokens, which stand for a byte each."""
+    tokenizer = AutoTokenizer.from_pretrained(str(model_dir), added="for this test")
+    tokenizer.add_tokens(["naïve café"])
+    (token,) = tokenizer.encode("naïve café")
+    lengths = perplexity.byte_lengths(tokenizer)
+    assert (lengths[token], lengths[END_OF_TEXT]) == (12, 0)
+
+
 def test_a_glob_is_read_as_the_trainer_reads_it(model_dir, tmp_path, command):
     """At all levels, and in the trainer's order."""
     for number, directory in enumerate(("a", "a/b", "a-b")):
@@ -468,6 +477,18 @@ def test_results_of_other_weights_are_not_shown(whole_run, tmp_path, command, ca
     assert capsys.readouterr().out == (
         f"note: not showing hellaswag in {moved}/results.json: it was measured on another model\n"
     )
+
+
+def test_results_of_another_directory_without_checksums_are_not_shown(tmp_path, capsys):
+    """Unless it is gone: then it may be this one, which was moved."""
+    ours, others = tmp_path / "ours", tmp_path / "others"
+    ours.mkdir()
+    others.mkdir()
+    (ours / "results.json").write_text(json.dumps({"hellaswag": {"model": str(others), "weights": None, "scores": []}}))
+    assert common.own_results(ours) == {}
+    assert "it was measured on another model" in capsys.readouterr().out
+    others.rmdir()
+    assert "hellaswag" in common.own_results(ours)
 
 
 @pytest.mark.parametrize(

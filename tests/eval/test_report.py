@@ -314,6 +314,14 @@ def test_problems_are_found_without_a_reference(damage, kind, sentence, tmp_path
     assert [finding.kind for finding in findings if re.search(sentence, finding.text)] == [kind], findings
 
 
+def test_a_run_that_starts_from_other_weights_may_begin_at_a_low_loss(tmp_path):
+    lines = lines_of()
+    changed("val_loss", 4.4, 0, 1)(lines)
+    for init_from, kinds in (("openai-community/gpt2", []), ("", ["bad"])):
+        run = write_run(tmp_path / f"run-{init_from[:4]}", lines, config_of(n_layer=5, init_from=init_from))
+        assert [finding.kind for finding in diagnosed(run) if "begins at 4.40" in finding.text] == kinds
+
+
 @pytest.mark.parametrize(
     ("earlier", "kinds"), [({}, ["bad"]), ({"eval_tokens": 4096}, []), ({"val_data": "data/other"}, [])]
 )

@@ -126,7 +126,7 @@ def test_a_record_holds_what_its_step_read_and_its_evaluations_also_after_a_resu
 
     resumed_metrics = Metrics(config, strategy, batches, 5)
     resumed_metrics.load_state_dict(state)
-    assert resumed_metrics.seconds == 13.0
+    assert (resumed_metrics.seconds, resumed_metrics.pauses) == (13.0, 10.0)
     with resumed_metrics:
         record = resumed_metrics.record(5, read=True)
         assert record["val_loss"] == 3.0  # of the earlier process, so that it is not measured again

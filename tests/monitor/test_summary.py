@@ -154,6 +154,8 @@ def test_a_disk_that_is_too_small_for_a_checkpoint_is_noted(monkeypatch, tmp_pat
     free[tmp_path] = 1.6e9
     sizes = r"checkpoints may take 10.5 GB and the stream 10 GB \(disk_budget_gb\)"
     assert re.match(rf"note       1.6 GB free in .*, but {sizes}: free some space, ", last_line())
+    free[tmp_path] = 15e9  # either fits by itself
+    assert re.match(rf"note       15 GB free in .*, but {sizes}: free some space, ", last_line())
     free[tmp_path] = 21e9
     assert not last_line().startswith("note")
     free[tmp_path / "new" / "run"] = 1.6e9

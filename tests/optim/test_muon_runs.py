@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from recipe.checkpoint.format import checkpoints, load_checkpoint, step_of
+from recipe.checkpoint.format import checkpoints, load_checkpoint, state_of, step_of
 from recipe.checkpoint.run_dir import continue_from, run_directory, set_aside
 from recipe.config import parse_config
 from recipe.monitor.metrics import MetricsLog
@@ -108,6 +108,8 @@ def test_an_extended_run_continues_from_before_the_decay_as_the_longer_run_to_th
     assert steps(run) == [2, 4, 6, 8, 14]  # 6 and 8: the starts of the first and the second decay
     assert steps(run / "decayed_00000010") == [8, 10]
     assert (run / "decayed_00000010" / "metrics.jsonl").read_bytes() == decayed_metrics
+    ends = (run / "decayed_00000010" / "step_00000010", run / "step_00000014")
+    assert len({state_of(end)["tracker"]["run_id"] for end in ends}) == 2  # a tracker accepts each step once
     assert [s for s, line in lines.items() if line["val_loss"] is not None] == [14]  # that of 10 was set aside
     _, output = train(shards, run, processes, **fields | {"max_steps": 14})
     assert "training is finished" in output
