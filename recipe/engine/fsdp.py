@@ -81,7 +81,7 @@ class FsdpStrategy(Strategy):
         shards, sharded_state = _shards(model), {}
         for key, tensor in tensors.items():
             p, full = shards[key.partition(".")[2]], tensor.to(self.device.torch_device)
-            if full.shape == p.shape:  # one number a parameter, say, is not sharded
+            if full.shape[:1] == p.shape[:1]:  # one number a row is sharded as the rows are; one a parameter is not
                 full = distribute_tensor(full, p.device_mesh, p.placements, src_data_rank=None)
             sharded_state[key] = full
         super().scatter(model, optimizer, sharded_state, steps)

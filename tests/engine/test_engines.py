@@ -49,6 +49,20 @@ def engine_run(shards, one_device, once):
     return lambda engine: once(f"engine-{engine}", lambda directory: make_on(engine, directory))
 
 
+@pytest.mark.slow
+def test_any_optimizers_state_resumes_under_fsdp(shards, tmp_path):
+    """A tensor of the parameter's shape, one with a number for each of its rows, and a number: to the bit."""
+    script = "-m", "tests.engine.own_optimizer"
+    fields = settings(shards, optim="adamw", max_steps=8, warmup_steps=2, save_steps=4)
+    ok(launch("fsdp", 2, *script, f"{tmp_path}/full", *fields))
+    forget_after(4, shutil.copytree(tmp_path / "full", tmp_path / "resumed"))
+    assert "resume     from step 4" in ok(launch("fsdp", 2, *script, f"{tmp_path}/resumed", *fields)).stdout
+    full, resumed = (tmp_path / name / "step_00000008" for name in ("full", "resumed"))
+    kinds = {name.partition(".")[0] for name in tensors(full)} - {"transformer"}
+    assert kinds == {"momentum", "rows", "largest"}
+    assert_equal_tensors(full, resumed)
+
+
 @pytest.mark.parametrize("engine", EACH_ENGINE)
 def test_losses_in_fp32_are_those_of_one_device(engine_run, one_device, engine):
     directory, output = engine_run(engine)
