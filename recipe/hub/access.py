@@ -80,14 +80,16 @@ def reason(error: Exception) -> str:
     """An error in one line for the user, without secrets."""
     if isinstance(error, UserError):
         return str(error)
-    status, message = _status(error)
+    (status, message), way_out = _status(error), ""
     if status:
-        text = f"HTTP {status}: {message}{f'; {_LOG_IN}' if status in (401, 403, 404) else ''}"
+        text = f"HTTP {status}: {message}"
+        if status in (401, 404) or (status == 403 and "limit" not in message):  # of storage
+            way_out = f"; {_LOG_IN}"
     elif _is_bad_card(error):
         text = f"the Hub rejects the model card ({error}); {_LICENSES}"
     else:  # no connection, an unreadable file, an invalid response
         text = f"{type(error).__name__}: {error}"
-    return redact(" ".join(text.split()))[:400]
+    return redact(" ".join(text.split()))[:400] + way_out
 
 
 def limit_requests() -> None:

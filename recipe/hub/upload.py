@@ -34,10 +34,12 @@ logger = logging.getLogger(__name__)
 
 MAIN, METRICS = "main", "metrics.jsonl"
 STATE = {"manifest.json", "trainer_state.json", "optimizer.safetensors", METRICS}
-# Names of files, at the top of a repository, that from_pretrained reads.
+# Names that transformers and PEFT give the files of a model and of a tokenizer.
 _OF_A_MODEL = re.compile(
-    r"(adapter|added_tokens|chat_template|config|generation_config|merges|model|pytorch_model|special_tokens_map|"
-    r"tokenizer|vocab)[^/]*\.(bin|jinja|json|model|safetensors|txt)"
+    r"adapter_config\.json|(generation_)?config\.json|(added_tokens|special_tokens_map|tokenizer(_config)?)\.json|"
+    r"merges\.txt|vocab\.(json|txt)|(spiece|tokenizer)\.model|chat_template\.(jinja|json)|"
+    r"additional_chat_templates/[^/]+\.jinja|(adapter_model|model|pytorch_model)(-\d+-of-\d+)?\.(bin|safetensors)"
+    r"(\.index\.json)?"
 )
 WAIT_LIMIT_S = 900.0  # the longest that a finished run waits for its uploads
 SCAN_INTERVAL_S = 1.0  # between two scans of the run's directory, which may take longer than a step
@@ -132,7 +134,7 @@ class Uploads:
         written, names = {file.path_in_repo for file in files}, api.list_repo_files(self.repo, revision=branch)
         stale = sorted(name for name in {*names} - written if name in STATE or _OF_A_MODEL.fullmatch(name))
         if others := [name for name in stale if name not in STATE]:
-            logger.warning("upload     deleting another model's %s from %s", some(others), branch)
+            logger.warning("upload     deleting another model's %s from %s", ", ".join(others), branch)
         files += map(CommitOperationDelete, stale)
         api.create_commit(self.repo, files, commit_message=f"Step {step}", revision=branch)
         logger.info("upload     %s is at %s", branch, page(self.repo, branch))

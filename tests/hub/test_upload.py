@@ -133,16 +133,16 @@ def test_a_push_removes_the_state_of_an_earlier_push_and_files_of_another_model(
     assert upload.open_uploads(config_of(run, push_to_hub="state"), Processes()).wait() == 0
     files = hub.files(REPO, "main")
     assert "trainer_state.json" in files
-    files["picture.png"] = b"of mine"
-    files |= dict.fromkeys(("adapter_config.json", "chat_template.jinja", "special_tokens_map.json"), b"{}")
+    own = ["picture.png", "models.json", "configs.json", "model_comparison.txt", "vocabulary.txt", "model-q4.bin"]
+    others = ["adapter_config.json", "additional_chat_templates/tool.jinja", "chat_template.jinja"]
+    others += ["model-00001-of-00002.safetensors", "model.safetensors.index.json", "special_tokens_map.json"]
+    files |= dict.fromkeys((*own, *others), b"{}")
     assert push(run) == 0
-    assert "deleting another model's adapter_config.json, chat_template.jinja, special_tokens_map.json from main" in (
-        capsys.readouterr().out
-    )
+    assert f"deleting another model's {', '.join(others)} from main" in capsys.readouterr().out
     for branch, step in BRANCHES.items():
         expected = {"README.md", *(path.name for path in files_of(run / f"step_{step:08d}"))}
-        assert {*hub.files(REPO, branch)} - {"picture.png"} == expected, branch
-    assert "picture.png" in hub.files(REPO, "main")
+        assert {*hub.files(REPO, branch)} - {*own} == expected, branch
+    assert {*own} <= {*hub.files(REPO, "main")}
 
 
 # Faults of the Hub
@@ -179,13 +179,17 @@ def test_a_run_waits_a_minute_after_a_failed_upload(hub, run, monkeypatch):
         assert hub.count("POST", "/repos/create") == requests
 
 
-def test_a_refused_commit_is_not_retried(hub, run, capsys, monkeypatch):
+@pytest.mark.parametrize(
+    ("headers", "reason"),
+    [({}, ".*; log in with"), ({"X-Error-Message": "storage limit reached"}, "storage limit reached$")],
+)
+def test_a_refused_commit_is_not_retried(hub, run, capsys, monkeypatch, headers, reason):
     monkeypatch.setattr(upload, "RETRY_PAUSE_S", 0.1)
-    hub.faults.append(Fault(path="*/commit/*", status=403, times=2))
+    hub.faults.append(Fault(path="*/commit/*", status=403, times=2, headers=headers))
     assert push(run) == 2
     assert hub.count("POST", "/commit/") == 1
     printed = capsys.readouterr().out
-    assert re.search(f"upload     to {REPO} failed: HTTP 403: .*; log in with", printed)
+    assert re.search(f"upload     to {REPO} failed: HTTP 403: {reason}", printed, re.MULTILINE)
     assert "with what was refused above put right, the same command, without --fresh, uploads the rest" in printed
     hub.faults.clear()
     assert push(run) == 0
