@@ -43,6 +43,7 @@ def secrets(monkeypatch):
         ("/home/adam/runs and /mnt/home/ada", None),
         ("'open sesame' on a qwertzuiop", f"'{HIDDEN}' on a qwertzuiop"),
         ("a\tb\n\x1b[2J\x9b2J", "a\tb\n\\x1b[2J\\x9b2J"),  # clears a terminal
+        ("ROMEO:\r\na\rb", "ROMEO:\r\na\\x0db"),  # the line breaks of Windows, in a sample of such a text
     ],
 )
 def test_redaction_hides_secrets_and_the_home_directory_only(secrets, text, expected):

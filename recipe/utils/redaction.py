@@ -19,7 +19,7 @@ _PATTERNS = [
     (re.compile(r"([?&][\w.-]*(?:token|key|secret|passw|sig)[\w.-]*=)[^&\s#'\"]+", re.IGNORECASE), rf"\1{HIDDEN}"),
     (re.compile(r"\bhf_[A-Za-z0-9]{16,}"), HIDDEN),  # Hugging Face's tokens
 ]
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tabs and line breaks
+_CONTROL = re.compile(r"(?!\r\n)[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tabs and line breaks
 
 
 def redact(text: str) -> str:
