@@ -46,6 +46,7 @@ from recipe.data.survey import ENGLISH, OWN_VOCAB_SIZE, SHIPPED_TEXT, Text, surv
 from recipe.data.tokenizer import GPT2, open_tokenizer
 from recipe.engine.factory import open_strategy
 from recipe.engine.launch import fail, is_local_main_process
+from recipe.engine.shutdown import StopSignal
 from recipe.engine.strategy import Strategy
 from recipe.estimate.forecast import MAX_EPOCHS, Fields, Forecast, Forecaster, config_of, yaml_of
 from recipe.estimate.scaling import SIZES, Size, law
@@ -107,6 +108,9 @@ def main(argv: list[str] | None = None) -> int:
                 stopped = "before the recipe was written; the same command searches again"
             print(f"\nstopped {stopped}", file=sys.stderr)
         return ExitCode.RUN_AGAIN
+    finally:
+        if __name__ != "__main__":  # see train.py
+            StopSignal.release()
 
 
 def parse_request(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:

@@ -77,6 +77,14 @@ def shards(once) -> Path:
 
 
 @pytest.fixture(autouse=True)
+def signals_are_given_back():
+    """Those that a test's strategy has taken over."""
+    yield
+    if shutdown := sys.modules.get("recipe.engine.shutdown"):
+        shutdown.StopSignal.release()
+
+
+@pytest.fixture(autouse=True)
 def messages_reach_caplog():
     """Undoes set_up_logging, which a command's main() calls to print messages on standard output."""
     yield
@@ -219,9 +227,6 @@ def in_process(monkeypatch, capsys):
     import torch
     from accelerate.state import AcceleratorState, PartialState
 
-    from recipe.engine.shutdown import StopSignal
-
-    StopSignal.release()  # which an earlier test may have left, with a strategy
     for name in [name for name in os.environ if name.startswith("ACCELERATE_") or name.endswith("RANK")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")

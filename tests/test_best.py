@@ -39,7 +39,9 @@ def call_here(tmp_path, monkeypatch, capsys):
     an H100. It cannot train."""
 
     def run(*argv):
+        handler = signal.getsignal(signal.SIGINT)
         code = best.main([str(argument) for argument in argv])
+        assert signal.getsignal(signal.SIGINT) == handler  # which a notebook needs afterwards
         return subprocess.CompletedProcess(argv, code, *capsys.readouterr())
 
     monkeypatch.chdir(tmp_path)

@@ -1,6 +1,7 @@
 """Perplexity, sampling, and what all evaluation commands do: find models, refuse unsafe ones, keep results."""
 
 import contextlib
+import copy
 import io
 import itertools
 import json
@@ -95,7 +96,7 @@ def test_shards_equal_the_models_own_loss(model_dir, loaded, tmp_path, command, 
 
 def test_an_added_token_counts_the_bytes_of_its_text(model_dir):
     """Not its characters, as those of other tokens, which stand for a byte each."""
-    tokenizer = AutoTokenizer.from_pretrained(str(model_dir), added="for this test")
+    tokenizer = copy.deepcopy(AutoTokenizer.from_pretrained(str(model_dir)))
     tokenizer.add_tokens(["naïve café"])
     (token,) = tokenizer.encode("naïve café")
     lengths = perplexity.byte_lengths(tokenizer)
