@@ -8,10 +8,12 @@ import difflib
 import math
 import operator
 import os
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Literal, get_args, get_origin
 
+from recipe.config.fields import ROOT
 from recipe.utils.errors import UserError
 
 Fields = Mapping[str, dataclasses.Field]
@@ -82,16 +84,20 @@ def metavar(field: dataclasses.Field) -> str:
     return "|".join(_NAMES.get(kind, kind) for kind in kinds(field))
 
 
-# Names in other programs that resemble one of ours with another meaning.
-_FALSE_FRIENDS = {"block_size", "config_name", "eval_iters", "eval_only", "fsdp_config", "learning_rate_decay_frac"}
-_FALSE_FRIENDS |= {"logging_first_step", "lr_scheduler_kwargs", "token", "torch_compile_backend", "train_file"}
-_FALSE_FRIENDS |= {"val_max_steps"}
-
-
 def hint(name: str, fields: Fields) -> str:
-    """The end of an error message that suggests what an unknown name may mean."""
-    if name in _FALSE_FRIENDS:
-        return f"; docs/migrating.md has the name of {name!r} here"
+    """The end of an error message that suggests what an unknown name may mean: in another program, or here."""
+    if ours := _name_here(name):
+        return f"; here: {ours} (docs/migrating.md)"
     if close := difflib.get_close_matches(name, fields, n=1, cutoff=0.7):
         return f"; did you mean {close[0]!r}?"
     return "; see --help, or docs/migrating.md for the names in other programs"
+
+
+def _name_here(name: str) -> str:
+    """What the table of docs/migrating.md has for another program's name; empty if it has not that name."""
+    with suppress(OSError):
+        for row in (ROOT / "docs" / "migrating.md").read_text().splitlines():
+            theirs, _, ours = row.removesuffix("|").rpartition("|")
+            if f"`{name}`" in theirs:
+                return re.sub(r"\[(.*?)\]\(.*?\)", r"\1", ours).replace("`", "").strip()
+    return ""
