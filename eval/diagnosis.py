@@ -38,7 +38,7 @@ class Finding:
 
 def diagnose(run: Run, references: list[Reference]) -> list[Finding]:
     """All findings about a run, the comparison with its reference first."""
-    findings = [*_learning(run), *_rise(run)]
+    findings = [*_changes(run), *_learning(run), *_rise(run)]
     if not any(finding.kind == "bad" for finding in findings):
         findings.append(Finding("good", "Nothing else stands out."))
     return [compare_with_reference(run, references), *findings]
@@ -88,6 +88,14 @@ def distance(curve: tuple[np.ndarray, np.ndarray], reference: Reference) -> tupl
         np.interp(np.log(x * k), np.log(points[:, 0]), points[:, 1]) for k in (1, 1 - TOKEN_SHIFT, 1 + TOKEN_SHIFT)
     )
     return x, y - expected, reference.noise + np.maximum(np.abs(at_fewer - expected), np.abs(at_more - expected))
+
+
+def _changes(run: Run) -> Iterator[Finding]:
+    """Settings that a resume has changed: the others are listed as those of the newest checkpoint."""
+    for before, after in pairwise(run.about):
+        names = [name for name in after["config"] if before["config"].get(name) != after["config"][name]]
+        if changes := ", ".join(f"{n} {before['config'].get(n)} -> {after['config'][n]}" for n in names):
+            yield Finding("note", f"It was resumed from step {after['from_step']:,} with other settings: {changes}.")
 
 
 def _learning(run: Run) -> Iterator[Finding]:

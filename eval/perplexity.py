@@ -48,8 +48,9 @@ def val_shards(data: str) -> dict[Path, str]:
     digests = {path: sha256_of(path) for path in paths if path.suffix in SUFFIXES and path.is_file()}
     if not digests:
         raise common.UserError(
-            f"--data {data}: no .bin or .npy file there (a directory needs one with `val` in its name). Prepare "
-            "text with python -m recipe.data.prepare"
+            f"--data {data}: no .bin or .npy file there (a directory needs one with `val` in its name). For text run "
+            "python -m recipe.data.prepare --train_text FILE --dataset_name DIRECTORY, then name all of it with "
+            "--data 'DIRECTORY/*.bin'"
         )
     if changed := next((path for path, digest in recorded.items() if digests.get(path) != digest), None):
         raise common.UserError(f"{changed} is not the shard that its manifest.json describes. Prepare the text again")
@@ -158,7 +159,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     length = "predicted tokens per window (default: as in training)"
     parser.add_argument("--data", help="directory or glob of shards (default: the training run's validation shards)")
     parser.add_argument("--sequence_length", type=common.positive_int, help=length)
-    parser.add_argument("--limit_windows", type=common.positive_int, help="the first N windows only (default: all)")
+    parser.add_argument(
+        "--limit_windows",
+        type=common.positive_int,
+        help="the first N windows only (default: all of --data; of a run's own, as many as in training)",
+    )
 
 
 def scores_of(result: dict) -> list[dict]:
@@ -184,7 +189,9 @@ def main() -> None:
     loaded = common.load(args)
     output = common.results_path(args.output, loaded)
     windows, data_info = choose_windows(args, loaded)
-    print(f"data {data_info['data']}: {json.dumps(data_info['files'])}, {len(windows):,} windows", flush=True)
+    part = f"{len(windows):,} of " if len(windows) < data_info["of_windows"] else ""
+    count = f"{part}{data_info['of_windows']:,} windows"
+    print(f"data {data_info['data']}: {json.dumps(data_info['files'])}, {count}", flush=True)
     byte_lengths(loaded.tokenizer)  # raises before the losses take their time
     result = summarize(loaded, windows, window_losses(loaded, windows, args.batch_size, "perplexity"))
     print(f"\nloss           {result['loss']:14.4f} nats/token")

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -20,6 +21,7 @@ OPENAI = {"color": "#222222", "linestyle": ":", "linewidth": 1.1, "gid": "openai
 TIMES = {"seconds": 1, "minutes": 60, "hours": 3600}
 TRAINING = {"tokens_per_second": "(b) tokens/s", "learning_rate": "(c) learning rate", "grad_norm": "(d) gradient norm"}
 STYLE = Path(__file__).parent / "data" / "report.mplstyle"
+LINES, MARKERS = ("-", "--", "-.", ":"), "os^D"  # in this order, for as many runs as there are colors
 
 
 @dataclass(frozen=True)
@@ -63,10 +65,10 @@ def draw_loss(panels: np.ndarray, runs: list[Run], references: list[Reference]) 
             axes.axhline(loss, label=f"OpenAI's GPT-2 {size} on {dataset}: {loss:.3f}", **OPENAI)
         for i, run in enumerate(runs):
             (x, y), (val_x, val) = run.series("loss"), run.series("val_loss")
-            color = f"C{i}"
-            axes.plot(x, y, linewidth=0.5, alpha=0.3, gid=f"{i}-loss", color=color)
-            axes.plot(x, smooth(y), linewidth=1.1, alpha=0.8, label=f"{run.name}, training", color=color)
-            axes.plot(val_x, val, "o-", label=f"{run.name}, validation", gid=f"{i}-val_loss", color=color)
+            line, marker = _look(i)
+            axes.plot(x, y, linewidth=0.5, alpha=0.3, gid=f"{i}-loss", color=line["color"])
+            axes.plot(x, smooth(y), linewidth=1.1, alpha=0.8, label=f"{run.name}, training", **line)
+            axes.plot(val_x, val, marker=marker, label=f"{run.name}, validation", gid=f"{i}-val_loss", **line)
             tail_losses += [*smooth(y)[x >= tail_starts[i]], *val[val_x >= tail_starts[i]]]
         _token_axis(axes)
     full_axes.set(ylabel="loss (nats per token)", title="(a) full run, logarithmic")
@@ -94,8 +96,9 @@ def draw_training(panels: np.ndarray, runs: list[Run], _: list[Reference]) -> tu
     late_losses: list[float] = []  # after a twentieth of the time: the first panel's range
     unit, seconds = [item for item in TIMES.items() if item[1] <= max(1, *(run.seconds for run in runs))][-1]
     for i, run in enumerate(runs):
-        line = {"color": f"C{i}", "linewidth": 1.0}
-        for column, options in (("loss", {}), ("val_loss", {"marker": "o", "label": run.name})):
+        look, marker = _look(i)
+        line = look | {"linewidth": 1.0}
+        for column, options in (("loss", {}), ("val_loss", {"marker": marker, "label": run.name})):
             x, y = run.series(column, "seconds")
             time_axes.plot(x / seconds, y if options else smooth(y), gid=f"{i}-{column}-by-time", **line | options)
             late_losses += y[x >= 0.05 * run.seconds].tolist()
@@ -123,9 +126,9 @@ def draw_hellaswag(panels: np.ndarray, runs: list[Run], references: list[Referen
             x, accuracy, rows = run.hellaswag(style)
             half_width = np.array([ci95(p, int(n)) for p, n in zip(accuracy, rows, strict=True)])
             counts.update(rows.astype(int).tolist())
-            color = f"C{i}"
-            axes.plot(x, accuracy, "o-", label=run.name, gid=f"{i}-hellaswag", color=color)
-            axes.fill_between(x, accuracy - half_width, accuracy + half_width, color=color, alpha=0.1)
+            line, marker = _look(i)
+            axes.plot(x, accuracy, marker=marker, label=run.name, gid=f"{i}-hellaswag", **line)
+            axes.fill_between(x, accuracy - half_width, accuracy + half_width, color=line["color"], alpha=0.1)
         for r in references:
             if style == "llmc" and r.hellaswag_llmc_acc_norm is not None:
                 axes.plot(*r.hellaswag_llmc_acc_norm.T, label=f"reference: {r.hellaswag_name or r.name}", **REFERENCE)
@@ -155,6 +158,12 @@ def smooth(y: np.ndarray) -> np.ndarray:
     sums = np.concatenate([[0.0], np.cumsum(y)])
     low, high = index - half_width, np.minimum(index + half_width, len(y) - 1) + 1
     return (sums[high] - sums[low]) / (high - low)
+
+
+def _look(i: int) -> tuple[dict[str, str], str]:
+    """The color and the line of run i's curves, and the marker of its evaluations: no two of 24 runs look alike."""
+    turn = i // len(matplotlib.rcParams["axes.prop_cycle"]) % len(LINES)
+    return {"color": f"C{i}", "linestyle": LINES[turn]}, MARKERS[turn]
 
 
 def _legend(axes: Axes) -> None:

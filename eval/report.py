@@ -21,6 +21,7 @@ from recipe.utils.errors import ArgumentParser, writing
 from recipe.utils.units import duration, si
 
 TEMPLATE = Path(__file__).resolve().parent / "report.html.jinja"
+NAMES = {"config", "run_name", "output_dir", "dataset_name", "train_text", "val_data", "hub_model_id"}
 LABELS = {"good": "ok", "bad": "check", "note": "note"}
 
 
@@ -60,6 +61,7 @@ def write_report(runs: list[Run], out: Path, dpi: int = 150) -> list[list[Findin
         runs=list(zip(runs, findings, strict=True)),
         labels=LABELS,
         summary=summarize(runs),
+        differences=differing_settings(runs),
         pictures=images,
     )
     (out / "report.html").write_text(page, encoding="utf-8")
@@ -86,6 +88,15 @@ def summarize(runs: list[Run]) -> list[list[str]]:
         }
         columns.append(cells)
     return [[key, *(cells[key] for cells in columns)] for key in columns[0] if any(cells[key] for cells in columns)]
+
+
+def differing_settings(runs: list[Run]) -> list[list[str]]:
+    """A table like `summarize`'s, of the settings in which the runs differ, without names and paths; empty if there are
+    none."""
+    names = {name for run in runs for name in run.config} - NAMES
+    rows = [[name, *(str(run.config.get(name, "")) for run in runs)] for name in sorted(names)]
+    differing = [row for row in rows if len({*row[1:]}) > 1]
+    return [["run", *(run.name for run in runs)], *differing] if differing else []
 
 
 def _four_digits(value: float) -> str:

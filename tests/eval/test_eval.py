@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -101,6 +102,20 @@ def test_an_added_token_counts_the_bytes_of_its_text(model_dir):
     (token,) = tokenizer.encode("naïve café")
     lengths = perplexity.byte_lengths(tokenizer)
     assert (lengths[token], lengths[END_OF_TEXT]) == (12, 0)
+
+
+def test_all_of_a_text_is_evaluated_by_the_commands_that_an_error_names(model_dir, tmp_path, command, in_process):
+    (text := tmp_path / "my.txt").write_text(SHAKESPEARE.read_text()[:5000])
+    with pytest.raises(common.UserError) as error:
+        command(perplexity, model_dir, "--data", text)
+    prepare = re.search(r"python -m recipe\.data\.prepare (.*?), then", str(error.value))[1]
+    words = prepare.replace("FILE", str(text)).replace("DIRECTORY", str(tmp_path / "shards")).split()
+    assert in_process(["prepare", *words])[0] == 0
+    (pattern,) = re.findall(r"--data '(.*?)'", str(error.value))
+    pattern = pattern.replace("DIRECTORY", str(tmp_path / "shards"))
+    command(perplexity, model_dir, "--data", pattern, "--sequence_length", 16, "--output", tmp_path / "results.json")
+    result = json.loads((tmp_path / "results.json").read_text())["perplexity"]
+    assert result["bytes"] > 4900
 
 
 def test_a_glob_is_read_as_the_trainer_reads_it(model_dir, tmp_path, command):

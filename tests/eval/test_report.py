@@ -4,8 +4,10 @@ import hashlib
 import json
 import math
 import re
+from itertools import product
 from types import SimpleNamespace
 
+import matplotlib.style
 import numpy as np
 import pytest
 
@@ -120,6 +122,32 @@ def test_runs_and_their_reference_share_a_plot(healthy, tmp_path):
     (low, high), (bottom, top) = end_axes.get_xlim(), end_axes.get_ylim()
     is_visible = [low <= x <= high and bottom <= y <= top for x, y in line(end_axes, "1-loss")]
     assert any(is_visible)  # although it ends before the other run's last four fifths
+
+
+def test_the_runs_of_a_sweep_can_be_told_apart(tmp_path):
+    """Two optimizers, two rates and two seeds: more runs than colors."""
+    names, values = ("optim", "learning_rate", "seed"), product(("adamw", "muon"), (1e-3, 3e-3), (1, 2))
+    settings = [dict(zip(names, each, strict=True)) for each in values]
+    directories = [write_run(tmp_path / f"run-{i}", lines_of(), config_of(**s)) for i, s in enumerate(settings)]
+    with matplotlib.style.context(plots.STYLE):
+        pictures = drawn(*directories)
+    for axes in (*pictures["loss"].figure.axes, pictures["training"].figure.axes[0]):
+        lines = [line for line in axes.lines if re.match(r"\d-val_loss", line.get_gid() or "")]
+        assert len({(line.get_color(), line.get_linestyle(), line.get_marker()) for line in lines}) == len(lines) == 8
+    rows = report.differing_settings([curves.read_run(directory) for directory in directories])
+    assert rows[0] == ["run", *(f"run-{i}" for i in range(8))]
+    assert {name: [*values] for name, *values in rows[1:]} == {
+        name: [str(setting[name]) for setting in settings] for name in names
+    }
+    assert report.differing_settings([curves.read_run(directories[0])]) == []
+
+
+def test_settings_that_a_resume_has_changed_are_named(tmp_path):
+    parts = [{"from_step": 0, "learning_rate": 3e-3}, {"from_step": 56, "learning_rate": 1e-3}]
+    about = [SHIPPED[0] | {"from_step": p["from_step"], "config": {"learning_rate": p["learning_rate"]}} for p in parts]
+    run = write_run(tmp_path / "run", lines_of(), config_of(), about=about)
+    text = "It was resumed from step 56 with other settings: learning_rate 0.003 -> 0.001."
+    assert Finding("note", text) in diagnosed(run)
 
 
 def test_time_speed_rate_and_norm_are_drawn(healthy):
