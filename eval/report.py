@@ -5,6 +5,7 @@ Writes report.html, which is self-contained, and each plot as a PNG, from metric
 
 import base64
 import math
+from collections import defaultdict
 from pathlib import Path
 
 import jinja2
@@ -41,6 +42,8 @@ def main() -> None:
         print(run.name)
         for finding in findings:
             print(f"  {LABELS[finding.kind]:<5} {finding.text}")
+    for settings, *numbers in over_seeds(runs):
+        print("  ".join([*(f"{number:<15}" for number in numbers), settings]))
     pictures = ", ".join(path.name for path in sorted(out.glob("*.png")))
     print(f"wrote {out / 'report.html'}; beside it {pictures}")
 
@@ -62,6 +65,7 @@ def write_report(runs: list[Run], out: Path, dpi: int = 150) -> list[list[Findin
         labels=LABELS,
         summary=summarize(runs),
         differences=differing_settings(runs),
+        over_seeds=over_seeds(runs),
         pictures=images,
     )
     (out / "report.html").write_text(page, encoding="utf-8")
@@ -97,6 +101,24 @@ def differing_settings(runs: list[Run]) -> list[list[str]]:
     rows = [[name, *(str(run.config.get(name, "")) for run in runs)] for name in sorted(names)]
     differing = [row for row in rows if len({*row[1:]}) > 1]
     return [["run", *(run.name for run in runs)], *differing] if differing else []
+
+
+def over_seeds(runs: list[Run]) -> list[list[str]]:
+    """A table of groups of runs that differ in nothing but their seed: settings, number of runs, and the mean and the
+    standard deviation of their last validation losses. Empty if there are no such runs."""
+    rows = [row for row in differing_settings(runs)[1:] if row[0] != "seed"]
+    if len({*(lengths := [si(run.tokens, "B") for run in runs])}) > 1:
+        rows.append(["tokens", *lengths])
+    groups: dict[str, list[float]] = defaultdict(list)
+    for i, run in enumerate(runs):
+        if run.config and math.isfinite(loss := run.last("val_loss")):
+            groups[", ".join(f"{name} {values[i]}" for name, *values in rows) or "all runs"].append(loss)
+    table = [
+        [settings, str(len(losses)), f"{np.mean(losses):.4f}", f"{np.std(losses, ddof=1):.4f}"]
+        for settings, losses in groups.items()
+        if len(losses) > 1
+    ]
+    return [["settings", "seeds", "validation loss", "deviation"], *table] if table else []
 
 
 def _four_digits(value: float) -> str:

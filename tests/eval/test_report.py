@@ -124,11 +124,14 @@ def test_runs_and_their_reference_share_a_plot(healthy, tmp_path):
     assert any(is_visible)  # although it ends before the other run's last four fifths
 
 
-def test_the_runs_of_a_sweep_can_be_told_apart(tmp_path):
+def test_the_runs_of_a_sweep_can_be_told_apart(tmp_path, monkeypatch, capsys):
     """Two optimizers, two rates and two seeds: more runs than colors."""
     names, values = ("optim", "learning_rate", "seed"), product(("adamw", "muon"), (1e-3, 3e-3), (1, 2))
     settings = [dict(zip(names, each, strict=True)) for each in values]
-    directories = [write_run(tmp_path / f"run-{i}", lines_of(), config_of(**s)) for i, s in enumerate(settings)]
+    directories = []
+    for i, setting in enumerate(settings):
+        (lines := lines_of())[-1]["val_loss"] = 5 + 0.1 * (i // 2) + 0.02 * (i % 2)
+        directories.append(write_run(tmp_path / f"run-{i}", lines, config_of(**setting)))
     with matplotlib.style.context(plots.STYLE):
         pictures = drawn(*directories)
     for axes in (*pictures["loss"].figure.axes, pictures["training"].figure.axes[0]):
@@ -140,6 +143,20 @@ def test_the_runs_of_a_sweep_can_be_told_apart(tmp_path):
         name: [str(setting[name]) for setting in settings] for name in names
     }
     assert report.differing_settings([curves.read_run(directories[0])]) == []
+    monkeypatch.setattr("sys.argv", ["report", *map(str, directories), "--out", str(tmp_path / "report")])
+    report.main()
+    printed = capsys.readouterr().out
+    for optim, rate, loss in (
+        ("adamw", 0.001, 5.01),
+        ("adamw", 0.003, 5.11),
+        ("muon", 0.001, 5.21),
+        ("muon", 0.003, 5.31),
+    ):
+        row = ["2", f"{loss:.4f}", "0.0141", f"learning_rate {rate}, optim {optim}"]
+        assert re.search(" +".join(map(re.escape, row)) + "\n", printed), row
+        assert all(cell in (tmp_path / "report" / "report.html").read_text() for cell in row)
+    report.write_report([curves.read_run(directories[0]), curves.read_run(directories[4])], tmp_path / "report")
+    assert "Over seeds" not in (tmp_path / "report" / "report.html").read_text()
 
 
 def test_settings_that_a_resume_has_changed_are_named(tmp_path):
