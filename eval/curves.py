@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import dataclass, fields
+from itertools import pairwise
 from pathlib import Path
 from typing import TypeGuard
 
@@ -18,6 +19,7 @@ REFERENCES = Path(__file__).resolve().parent / "references"
 # Settings within 5 % of each other count as equal: 19,073 and 19,560 steps differ by less than the noise.
 REL_TOL = 0.05
 # Settings that change the loss and that a reference may not name: then it has these, as all recipes by default.
+PLACES = {"run_name", "output_dir", "dataset_name", "train_text"}  # fields that name files, not what they hold
 UNNAMED = {"matrix_learning_rate": 0.0, "adam_beta1": 0.9, "adam_beta2": 0.95, "max_grad_norm": 1.0}
 # Texts with a published loss, by Hub repository or a file's SHA-256. The repositories are those of
 # recipe/config/fields.py, and tokenized copies from KellerJordan/modded-nanogpt (data/cached_*.py) and llm.c.
@@ -94,6 +96,23 @@ class Run:
         tokenizer = self.config.get("tokenizer", "gpt2")
         is_unknown = (self.config.get("val_data") and not names_shard_text) or tokenizer != "gpt2"
         return names.pop() if len(names) == 1 and not is_unknown else ""
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """The settings that decide what the run learns, and its data; those that a resume has changed as "0.01; 0.005
+        from step 16". Empty before the first checkpoint."""
+        settings: dict[str, str] = {"data": self.dataset or self.data} if self.parts else {}
+        for name in (name for name in self.config if name not in PLACES):
+            values = [(part["from_step"], part["config"][name]) for part in self.parts if name in part["config"]]
+            changes = [f"; {v} from step {step:,}" for (_, earlier), (step, v) in pairwise(values) if v != earlier]
+            if values:
+                settings[name] = f"{values[0][1]}{''.join(changes)}"
+        return settings
+
+    @property
+    def parts(self) -> list[dict]:
+        """The parts of the run that record their settings."""
+        return [part for part in self.about if "config" in part]
 
     @property
     def size(self) -> str:

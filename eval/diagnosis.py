@@ -91,10 +91,11 @@ def distance(curve: tuple[np.ndarray, np.ndarray], reference: Reference) -> tupl
 
 
 def _changes(run: Run) -> Iterator[Finding]:
-    """Settings that a resume has changed: the others are listed as those of the newest checkpoint."""
-    for before, after in pairwise(run.about):
-        names = [name for name in after["config"] if before["config"].get(name) != after["config"][name]]
-        if changes := ", ".join(f"{n} {before['config'].get(n)} -> {after['config'][n]}" for n in names):
+    """Settings that a resume has changed: the page lists those of the newest checkpoint."""
+    for before, after in pairwise(run.parts):
+        old, new = before["config"], after["config"]
+        names = [name for name in new if name in old and old[name] != new[name]]
+        if changes := ", ".join(f"{name} {old[name]} -> {new[name]}" for name in names):
             yield Finding("note", f"It was resumed from step {after['from_step']:,} with other settings: {changes}.")
 
 
@@ -123,7 +124,7 @@ def _rise(run: Run) -> Iterator[Finding]:
     """Overfitting or divergence: the validation loss has risen above its own minimum, or the training loss has."""
     x, val = run.series("val_loss")
     tokens, loss = run.series("loss")
-    for before, after in pairwise(run.about):
+    for before, after in pairwise(run.parts):
         if any(before["config"].get(name) != after["config"].get(name) for name in ("val_data", "eval_tokens")):
             is_comparable = x > after["from_step"] * run.config["total_batch_tokens"]
             x, val = x[is_comparable], val[is_comparable]

@@ -22,7 +22,6 @@ from recipe.utils.errors import ArgumentParser, writing
 from recipe.utils.units import duration, si
 
 TEMPLATE = Path(__file__).resolve().parent / "report.html.jinja"
-NAMES = {"config", "run_name", "output_dir", "dataset_name", "train_text", "val_data", "hub_model_id"}
 LABELS = {"good": "ok", "bad": "check", "note": "note"}
 
 
@@ -95,26 +94,30 @@ def summarize(runs: list[Run]) -> list[list[str]]:
 
 
 def differing_settings(runs: list[Run]) -> list[list[str]]:
-    """A table like `summarize`'s, of the settings in which the runs differ, without names and paths; empty if there are
-    none."""
-    names = {name for run in runs for name in run.config} - NAMES
-    rows = [[name, *(str(run.config.get(name, "")) for run in runs)] for name in sorted(names)]
-    differing = [row for row in rows if len({*row[1:]}) > 1]
-    return [["run", *(run.name for run in runs)], *differing] if differing else []
+    """A table like `summarize`'s, of the settings in which the runs differ; empty if there are none."""
+    settings = [run.settings for run in runs]
+    names = [
+        n for n in dict.fromkeys(name for s in settings for name in s) if len({s[n] for s in settings if n in s}) > 1
+    ]
+    rows = [[name, *(s.get(name, "") for s in settings)] for name in sorted(names)]
+    return [["run", *(run.name for run in runs)], *rows] if rows else []
 
 
 def over_seeds(runs: list[Run]) -> list[list[str]]:
-    """A table of groups of runs that differ in nothing but their seed: settings, number of runs, and the mean and the
-    standard deviation of their last validation losses. Empty if there are no such runs."""
+    """A table of groups of runs that differ in nothing but their seed: settings, number of seeds, and the mean and the
+    standard deviation of their validation losses at the last step (nan where a run has none). Empty if there are no
+    such runs."""
     rows = [row for row in differing_settings(runs)[1:] if row[0] != "seed"]
     if len({*(lengths := [si(run.tokens, "B") for run in runs])}) > 1:
         rows.append(["tokens", *lengths])
-    groups: dict[str, list[float]] = defaultdict(list)
+    groups: dict[str, dict[str, float]] = defaultdict(dict)
     for i, run in enumerate(runs):
-        if run.config and math.isfinite(loss := run.last("val_loss")):
-            groups[", ".join(f"{name} {values[i]}" for name, *values in rows) or "all runs"].append(loss)
+        if seed := run.settings.get("seed"):
+            label = ", ".join(f"{name} {values[i]}" for name, *values in rows) or "all runs"
+            loss = run.records[-1].get("val_loss")
+            groups[label][seed] = math.nan if loss is None else loss
     table = [
-        [settings, str(len(losses)), f"{np.mean(losses):.4f}", f"{np.std(losses, ddof=1):.4f}"]
+        [settings, str(len(losses)), f"{np.mean([*losses.values()]):.4f}", f"{np.std([*losses.values()], ddof=1):.4f}"]
         for settings, losses in groups.items()
         if len(losses) > 1
     ]

@@ -55,13 +55,18 @@ class Components:
     checkpoints: CheckpointManager  # saves the state of all of these
     first_step: int  # optimizer steps already taken, 0 in a new run
 
-    def check_data_errors(self, saved: bool) -> None:
-        """Raises UserError, on all processes, if the run stopped because one of them could not read its data. A
-        collective call."""
-        with self.strategy.runtime.processes.shared_error("the data cannot be read"):
-            if error := self.batches.error():
-                kind = Unreachable if is_transient(error) else UserError
-                raise kind(f"{error}{'' if saved else '; the last checkpoint could not be written either'}")
+    def check_data_errors(self, step: int, saved: bool) -> None:
+        """Raises UserError, on all processes, if the run stopped because one of them could not read its data. If a
+        restart may help, and this one has come further than the last, it is only logged, and the run ends as one that
+        was stopped: the same command continues. A collective call."""
+        error = self.batches.error()
+        report = error and (str(error), is_transient(error))
+        reports = [r for r in self.strategy.runtime.processes.gather_objects(report) if r]
+        if reports and step > self.first_step and all(may_pass for _, may_pass in reports):
+            logger.warning("data       %s", reports[0][0])
+        elif reports:
+            cause = error or "another process cannot read its data; see its error message"
+            raise UserError(f"{cause}{'' if saved else '; the last checkpoint could not be written either'}")
 
 
 @contextmanager

@@ -183,7 +183,7 @@ def train(config: Config, batch: BatchPlan, components: Components, uploads: Upl
     if interrupted:
         checkpoints.save(step, record)  # the resumed run does the evaluations still due at this step
     saved = checkpoints.finish()
-    components.check_data_errors(saved)
+    components.check_data_errors(step, saved)
     val_loss = None if interrupted else record["val_loss"]
     return val_loss, saved
 

@@ -24,6 +24,7 @@ from recipe.data.tokenizer import open_tokenizer
 from recipe.engine.factory import open_strategy
 from recipe.estimate import forecast, scaling
 from recipe.estimate.forecast import Forecaster, recipe
+from recipe.utils.errors import UserError
 from recipe.utils.processes import Processes
 from tests import processes as programs
 from tests.conftest import ROOT, SHAKESPEARE, launch, metrics, ok, refused
@@ -39,9 +40,7 @@ def call_here(tmp_path, monkeypatch, capsys):
     an H100. It cannot train."""
 
     def run(*argv):
-        handler = signal.getsignal(signal.SIGINT)
         code = best.main([str(argument) for argument in argv])
-        assert signal.getsignal(signal.SIGINT) == handler  # which a notebook needs afterwards
         return subprocess.CompletedProcess(argv, code, *capsys.readouterr())
 
     monkeypatch.chdir(tmp_path)
@@ -341,6 +340,19 @@ def test_a_speed_is_the_median_without_the_first_steps_which_compile(monkeypatch
     forecaster = forecaster_of()
     best.measure_speed(forecaster, run := forecaster.best(3600), [], torch_compile=False)
     assert forecaster.tokens_per_second(run.size) == 200.0
+
+
+def test_main_gives_the_signals_back(in_process, tmp_path, monkeypatch):
+    """Which a notebook needs afterwards, also where there is an error: `in_process` compares them."""
+    monkeypatch.chdir(tmp_path)
+    handler = signal.getsignal(signal.SIGINT)
+
+    def read_text(*_):
+        assert signal.getsignal(signal.SIGINT) != handler
+        raise UserError("unreadable")
+
+    monkeypatch.setattr(best, "read_text", read_text)
+    assert best.main(["--hours", "0.1"]) == 2
 
 
 def test_a_loss_below_zero_is_not_forecast(call_here, monkeypatch):

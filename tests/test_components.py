@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from contextlib import nullcontext
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -9,13 +10,13 @@ import pytest
 
 from recipe.checkpoint import provenance
 from recipe.checkpoint.format import Checkpoint
-from recipe.components import check_same_launch, check_supported, is_complete
+from recipe.components import Components, check_same_launch, check_supported, is_complete
 from recipe.config import batch_arithmetic, parse_config
 from recipe.data.open import open_datasets
 from recipe.data.prepare import prepare
 from recipe.engine.device import Device
 from recipe.engine.runtime import Runtime
-from recipe.utils.errors import UserError
+from recipe.utils.errors import Unreachable, UserError
 from recipe.utils.files import sha256_of
 from recipe.utils.processes import Processes
 from tests.conftest import flags
@@ -113,6 +114,19 @@ def test_a_complete_run_on_more_files_than_it_records_notices_one_more(tmp_path)
     (text / "12.txt").write_text("one more")
     with pytest.raises(UserError, match=r"is complete, but .*text has changed since then"):
         is_complete(config, Processes(), checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("step", "error", "ends_as_stopped"),
+    [(5, Unreachable("gone"), True), (4, Unreachable("gone"), False), (5, UserError("damaged"), False)],
+)
+def test_a_run_that_loses_its_data_ends_as_stopped_if_it_has_taken_steps(step, error, ends_as_stopped, caplog):
+    """Or a script that repeats the command would do so for ever."""
+    batches = SimpleNamespace(error=lambda: error)
+    components = SimpleNamespace(batches=batches, strategy=cpu_strategy(), first_step=4)
+    with nullcontext() if ends_as_stopped else pytest.raises(UserError, match=f"^{error}$"):
+        Components.check_data_errors(components, step, saved=True)
+    assert ("data       gone" in caplog.messages) == ends_as_stopped
 
 
 def test_a_run_from_other_weights_that_resumes_unchanged_is_of_one_part():

@@ -86,8 +86,10 @@ def metavar(field: dataclasses.Field) -> str:
 
 def hint(name: str, fields: Fields) -> str:
     """The end of an error message that suggests what an unknown name may mean: in another program, or here."""
+    name = name.replace("-", "_")
     if ours := _name_here(name):
-        return f"; here: {ours} (docs/migrating.md)"
+        here = "" if ours.startswith("nothing") else "here: "
+        return f"; {here}{ours} (docs/migrating.md)"
     if close := difflib.get_close_matches(name, fields, n=1, cutoff=0.7):
         return f"; did you mean {close[0]!r}?"
     return "; see --help, or docs/migrating.md for the names in other programs"

@@ -107,8 +107,6 @@ def fail(error: Exception) -> int:
         if not (is_distributed and (cause := _lost_peer(error))):  # with one process it was some other connection
             raise error
         message, code = _LOST.format(cause), ExitCode.RUN_AGAIN
-    elif StopSignal.stepping and is_transient(error) and not isinstance(error, Permanent):
-        code = ExitCode.RUN_AGAIN  # a disk or the Hub does not answer any more
     if is_distributed and not is_local_main_process():
         if StopSignal.received and code == ExitCode.RUN_AGAIN:  # the launcher is ending all of them: that lost the peer
             os._exit(code)

@@ -52,7 +52,7 @@ class ExitCode(IntEnum):
     USER_ERROR = 2
     NOT_COMPARABLE = 69  # EX_UNAVAILABLE: the run cannot be audited on this machine
     NOT_SAVED = 74  # EX_IOERR: the last checkpoint could not be written
-    RUN_AGAIN = 75  # EX_TEMPFAIL: stopped, lost a process or the Hub, or not fully uploaded; the same command continues
+    RUN_AGAIN = 75  # EX_TEMPFAIL: stopped, lost a process or its data, or not all uploaded; the same command continues
     INTERRUPTED = 130  # Ctrl-C with nothing to save, or a second Ctrl-C
 
 

@@ -4,7 +4,6 @@ import hashlib
 import json
 import math
 import re
-from itertools import product
 from types import SimpleNamespace
 
 import matplotlib.style
@@ -124,47 +123,88 @@ def test_runs_and_their_reference_share_a_plot(healthy, tmp_path):
     assert any(is_visible)  # although it ends before the other run's last four fifths
 
 
-def test_the_runs_of_a_sweep_can_be_told_apart(tmp_path, monkeypatch, capsys):
-    """Two optimizers, two rates and two seeds: more runs than colors."""
-    names, values = ("optim", "learning_rate", "seed"), product(("adamw", "muon"), (1e-3, 3e-3), (1, 2))
-    settings = [dict(zip(names, each, strict=True)) for each in values]
+SWEEP = [(optim, rate, seed) for optim in ("adamw", "muon") for rate in (1e-3, 3e-3) for seed in (1, 2)]
+
+
+def write_sweep(directory, **changes) -> list:
+    """The directories of eight runs: two optimizers, two rates and two seeds."""
     directories = []
-    for i, setting in enumerate(settings):
+    for i, setting in enumerate(SWEEP):
+        config = config_of(**dict(zip(("optim", "learning_rate", "seed"), setting, strict=True)), **changes)
         (lines := lines_of())[-1]["val_loss"] = 5 + 0.1 * (i // 2) + 0.02 * (i % 2)
-        directories.append(write_run(tmp_path / f"run-{i}", lines, config_of(**setting)))
+        about = [SHIPPED[0] | {"from_step": 0, "config": config}]
+        directories.append(write_run(directory / f"run-{i}", lines, config, about=about))
+    return directories
+
+
+def test_more_runs_than_colors_can_be_told_apart(tmp_path):
     with matplotlib.style.context(plots.STYLE):
-        pictures = drawn(*directories)
+        pictures = drawn(*write_sweep(tmp_path))
     for axes in (*pictures["loss"].figure.axes, pictures["training"].figure.axes[0]):
         lines = [line for line in axes.lines if re.match(r"\d-val_loss", line.get_gid() or "")]
         assert len({(line.get_color(), line.get_linestyle(), line.get_marker()) for line in lines}) == len(lines) == 8
+
+
+def test_the_settings_of_a_sweep_and_its_losses_over_seeds(tmp_path, monkeypatch, capsys):
+    """A run without a checkpoint, whose settings are unknown, hides nothing, and one given twice is one."""
+    directories = [*write_sweep(tmp_path), tmp_path / "run-0", write_run(tmp_path / "new", lines_of()[:2])]
     rows = report.differing_settings([curves.read_run(directory) for directory in directories])
-    assert rows[0] == ["run", *(f"run-{i}" for i in range(8))]
-    assert {name: [*values] for name, *values in rows[1:]} == {
-        name: [str(setting[name]) for setting in settings] for name in names
-    }
-    assert report.differing_settings([curves.read_run(directories[0])]) == []
-    monkeypatch.setattr("sys.argv", ["report", *map(str, directories), "--out", str(tmp_path / "report")])
+    assert rows[0] == ["run", *(f"run-{i}" for i in range(8)), "run-0", "new"]
+    columns = {name: [*values] for name, *values in rows[1:]}
+    assert columns.keys() == {"optim", "learning_rate", "seed"}
+    assert columns["seed"] == ["1", "2"] * 4 + ["1", ""]
+    monkeypatch.setattr("sys.argv", ["report", *map(str, directories[:9]), "--out", str(tmp_path / "report")])
     report.main()
-    printed = capsys.readouterr().out
-    for optim, rate, loss in (
-        ("adamw", 0.001, 5.01),
-        ("adamw", 0.003, 5.11),
-        ("muon", 0.001, 5.21),
-        ("muon", 0.003, 5.31),
-    ):
-        row = ["2", f"{loss:.4f}", "0.0141", f"learning_rate {rate}, optim {optim}"]
-        assert re.search(" +".join(map(re.escape, row)) + "\n", printed), row
-        assert all(cell in (tmp_path / "report" / "report.html").read_text() for cell in row)
-    report.write_report([curves.read_run(directories[0]), curves.read_run(directories[4])], tmp_path / "report")
-    assert "Over seeds" not in (tmp_path / "report" / "report.html").read_text()
+    printed, page = capsys.readouterr().out, (tmp_path / "report" / "report.html").read_text()
+    for loss, (optim, rate, _) in zip(("5.0100", "5.1100", "5.2100", "5.3100"), SWEEP[::2], strict=True):
+        row = ["2", loss, "0.0141", f"learning_rate {rate}, optim {optim}"]
+        assert re.search("^" + " +".join(map(re.escape, row)) + "\n", printed, re.MULTILINE), row
+        assert all(cell in page for cell in row)
+
+
+@pytest.mark.parametrize(
+    ("changes", "table"),
+    [
+        (
+            {"save_steps": 7},
+            [["settings", "seeds", "validation loss", "deviation"], ["all runs", "2", "5.0100", "0.0141"]],
+        ),
+        ({"seed": 1}, []),
+        ({"learning_rate": 2e-3}, []),
+        ({"dataset_name": "data/other"}, []),
+        ({"val_data": "data/other"}, []),
+    ],
+)
+def test_only_runs_that_differ_in_nothing_but_the_seed_are_taken_together(changes, table, tmp_path):
+    first, second, *_ = write_sweep(tmp_path)
+    state = json.loads((path := next(second.glob("step_*")) / "trainer_state.json").read_text())
+    state["config"] |= changes
+    state["about"][0]["config"] |= {name: value for name, value in changes.items() if name != "save_steps"}
+    if "dataset_name" in changes:
+        state["about"][0]["data"] = {"shards": "other"}
+    path.write_text(json.dumps(state))
+    runs = [curves.read_run(directory) for directory in (first, second)]
+    runs[0].about[0]["config"].pop("save_steps")  # the trainer does not record it there
+    runs[1].about[0]["config"].pop("save_steps")
+    assert report.over_seeds(runs) == table
+
+
+def test_a_seed_without_a_loss_at_the_end_is_not_averaged_away(tmp_path):
+    first, second, *_ = write_sweep(tmp_path)
+    lines = [json.loads(line) for line in (second / "metrics.jsonl").read_text().splitlines()]
+    lines[-1]["val_loss"] = None
+    (second / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert report.over_seeds([*map(curves.read_run, (first, second))])[1] == ["all runs", "2", "nan", "nan"]
 
 
 def test_settings_that_a_resume_has_changed_are_named(tmp_path):
-    parts = [{"from_step": 0, "learning_rate": 3e-3}, {"from_step": 56, "learning_rate": 1e-3}]
-    about = [SHIPPED[0] | {"from_step": p["from_step"], "config": {"learning_rate": p["learning_rate"]}} for p in parts]
-    run = write_run(tmp_path / "run", lines_of(), config_of(), about=about)
-    text = "It was resumed from step 56 with other settings: learning_rate 0.003 -> 0.001."
+    config = config_of()
+    parts = [{"from_step": 0, "config": config | {"learning_rate": 3e-3}}, {"from_step": 56, "config": config}]
+    parts[0]["config"].pop("fused_loss")  # of an older version
+    run = write_run(tmp_path / "run", lines_of(), config, about=[SHIPPED[0] | part for part in parts])
+    text = f"It was resumed from step 56 with other settings: learning_rate 0.003 -> {config['learning_rate']}."
     assert Finding("note", text) in diagnosed(run)
+    assert curves.read_run(run).settings["learning_rate"] == f"0.003; {config['learning_rate']} from step 56"
 
 
 def test_time_speed_rate_and_norm_are_drawn(healthy):
