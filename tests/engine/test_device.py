@@ -157,9 +157,14 @@ def test_the_users_omp_num_threads_is_kept(monkeypatch, launched, launcher_envir
     assert set_counts == thread_counts
 
 
-@pytest.mark.parametrize(("quota", "threads"), [("20000 10000", 2), ("5000 10000", 1), ("max 10000", 8), (None, 8)])
-def test_a_containers_quota_of_cores_limits_the_threads(monkeypatch, tmp_path, quota, threads):
-    """More of them take turns, and each waits for those that do not run."""
+@pytest.mark.parametrize(
+    ("quota", "processes", "threads"),
+    [("20000 10000", 1, 2), ("5000 10000", 1, 1), ("max 10000", 1, 8), (None, 1, 8), (None, 4, 2), (None, 16, 1)],
+)
+def test_the_processes_of_a_node_share_its_cores_or_a_containers_quota(
+    monkeypatch, tmp_path, quota, processes, threads
+):
+    """More threads take turns, and each waits for those that do not run."""
     if quota:
         (tmp_path / "cpu.max").write_text(f"{quota}\n")
     set_counts = []
@@ -168,21 +173,8 @@ def test_a_containers_quota_of_cores_limits_the_threads(monkeypatch, tmp_path, q
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
     monkeypatch.setattr(torch, "set_num_threads", set_counts.append)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    hardware.tune_cpu(local_world_size=1)
+    hardware.tune_cpu(local_world_size=processes)
     assert set_counts == [threads]
-
-
-def test_the_processes_of_a_node_share_its_cores(monkeypatch, tmp_path):
-    """With 8 threads each, 4 processes on 8 cores would wait for each other."""
-    set_counts = []
-    monkeypatch.setattr(hardware, "CPU_QUOTA", tmp_path / "none")
-    monkeypatch.setattr(hardware.psutil, "cpu_count", lambda logical: 8)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
-    monkeypatch.setattr(torch, "set_num_threads", set_counts.append)
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    for processes in (4, 16):
-        hardware.tune_cpu(local_world_size=processes)
-    assert set_counts == [2, 1]
 
 
 def test_a_deterministic_run_is_compiled_by_torch_2_9_too(monkeypatch):

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import matplotlib.style
 import numpy as np
 import pytest
+from matplotlib.colors import to_hex
 
 from eval import common, curves, plots, report
 from eval.diagnosis import Finding, diagnose
@@ -138,11 +139,12 @@ def write_sweep(directory, **changes) -> list:
 
 
 def test_more_runs_than_colors_can_be_told_apart(tmp_path):
-    with matplotlib.style.context(plots.STYLE):
+    with matplotlib.style.context(plots.STYLE):  # in which "C6" is the first color again
         pictures = drawn(*write_sweep(tmp_path))
-    for axes in (*pictures["loss"].figure.axes, pictures["training"].figure.axes[0]):
-        lines = [line for line in axes.lines if re.match(r"\d-val_loss", line.get_gid() or "")]
-        assert len({(line.get_color(), line.get_linestyle(), line.get_marker()) for line in lines}) == len(lines) == 8
+        for axes in (*pictures["loss"].figure.axes, pictures["training"].figure.axes[0]):
+            lines = [line for line in axes.lines if re.match(r"\d-val_loss", line.get_gid() or "")]
+            looks = {(to_hex(line.get_color()), line.get_linestyle(), line.get_marker()) for line in lines}
+            assert len(looks) == len(lines) == 8
 
 
 def test_the_settings_of_a_sweep_and_its_losses_over_seeds(tmp_path, monkeypatch, capsys):
