@@ -90,7 +90,7 @@ def main() -> None:
     for name, text in ACCURACIES.items():
         rows.append(compare_means(f"HellaSwag {text}{part}", *(correct[name] for correct in correct_rows)))
     print(f"\n{table(rows, model.name, other.name)}\n")
-    print("An interval is that of the text: other seeds of the same training differ, too.\n")
+    print("The intervals are over the evaluated text only: another seed of the training makes a difference, too.\n")
     sample_args = sample.arguments().parse_args([])
     texts = []
     for name, loaded in (("first", model), ("second", other)):

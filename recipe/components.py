@@ -57,8 +57,8 @@ class Components:
 
     def check_data_errors(self, step: int, saved: bool) -> None:
         """Raises UserError, on all processes, if the run stopped because one of them could not read its data. If a
-        restart may help, and this one has come further than the last, it is only logged, and the run ends as one that
-        was stopped: the same command continues. A collective call."""
+        restart may help, and the run has taken steps since its start, the error is only logged, and the run ends as one
+        that was stopped: the same command continues. A collective call."""
         error = self.batches.error()
         report = error and (str(error), is_transient(error))
         reports = [r for r in self.strategy.runtime.processes.gather_objects(report) if r]
