@@ -194,7 +194,10 @@ def start_accelerator(
     try:
         accelerator = Accelerator(mixed_precision=mixed_precision, kwargs_handlers=handlers)
     except (ValueError, ImportError) as error:  # as for MEGATRON_LM, or mpirun without MASTER_ADDR
-        raise UserError(f"this launch cannot start ({first_line(error)}); use a file of accelerate_configs/") from error
+        advice = "use a file of accelerate_configs/"
+        if isinstance(error, ModuleNotFoundError):  # a package that DeepSpeed needs
+            advice = f"install {error.name}"
+        raise UserError(f"this launch cannot start ({first_line(error)}); {advice}") from error
     accelerator.gradient_accumulation_steps = 1  # the loop itself divides the loss, whatever the environment says
     check_accelerator(accelerator, supported, precision)
     return accelerator

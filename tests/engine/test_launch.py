@@ -20,6 +20,7 @@ import yaml
 from recipe.engine import factory
 from recipe.engine.launch import EXIT_GRACE_S, check_launch, fail
 from recipe.engine.shutdown import StopSignal
+from recipe.engine.strategy import start_accelerator
 from recipe.utils.errors import Permanent, Unreachable, UserError
 from recipe.utils.processes import Processes
 from tests.conftest import ROOT, environment, launch, ok, refused, run_train
@@ -379,3 +380,10 @@ def test_all_processes_agree_on_whether_an_error_may_pass(monkeypatch):
 def test_a_launch_that_accelerate_cannot_start_is_one_line(variables, message):
     error = refused(run_train("--config=shakespeare", env=variables))
     assert re.fullmatch(f"error: this launch cannot start \\(.*{message}.*accelerate_configs/\n", error)
+
+
+def test_a_package_that_deepspeed_lacks_is_named(monkeypatch):
+    error = ModuleNotFoundError("No module named 'hjson'", name="hjson")
+    monkeypatch.setattr("recipe.engine.strategy.Accelerator", mock.Mock(side_effect=error))
+    with pytest.raises(UserError, match=re.escape("cannot start (No module named 'hjson'); install hjson") + "$"):
+        start_accelerator("fp32", "no", [], ())
