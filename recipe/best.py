@@ -27,6 +27,7 @@ from pathlib import Path
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # see train.py
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(75))
 if __package__ in (None, ""):  # as a script
     sys.path[0] = str(Path(__file__).resolve().parents[1])
     from recipe.utils.errors import check_packages

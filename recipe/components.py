@@ -86,7 +86,7 @@ def open_components(
         steps, device = range(step, config.optimizer.max_steps), strategy.device
         batches = BatchLoader(train_data, batch, processes.rank, steps, to_device=device.put, pin=device.type == "cuda")
         is_rewound = checkpoint is not None and processes.is_main and set_aside(checkpoint)
-        metrics = Metrics(config, strategy, batches, step)
+        metrics = Metrics(config, strategy, batches, step, is_rewound=is_rewound)
         stateful = {
             "data": train_data,
             "metrics": metrics,

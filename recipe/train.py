@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until StopSignal handles it; the imports take seconds
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until StopSignal handles both; the imports take seconds
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(75))  # ExitCode.RUN_AGAIN
 if __package__ in (None, ""):  # as a script: import from the repository root, not from recipe/
     sys.path[0] = str(Path(__file__).resolve().parents[1])
     from recipe.utils.errors import check_packages
@@ -44,7 +45,7 @@ from recipe.monitor.summary import describe, summarize
 from recipe.monitor.trackers import check_tracker
 from recipe.optim.schedule import set_lr
 from recipe.utils.errors import ExitCode, UserError
-from recipe.utils.log import set_up_logging
+from recipe.utils.log import print_error, set_up_logging
 from recipe.utils.processes import exit_process
 
 logger = logging.getLogger("recipe.train")  # as a script, too
@@ -66,7 +67,7 @@ def main(argv: list[str] | None = None) -> int:
             return fail(error)  # in the outer `try`: the launcher may send a signal meanwhile
     except KeyboardInterrupt:
         if is_local_main_process():
-            print("\nstopped before the first step; there is nothing to save", file=sys.stderr)
+            print_error("\nstopped before the first step; there is nothing to save")
         return ExitCode.RUN_AGAIN
     finally:
         if __name__ != "__main__":  # a notebook goes on; in a script another signal would interrupt Python's exit

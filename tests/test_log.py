@@ -2,10 +2,13 @@
 
 import logging
 import os
+import subprocess
+import sys
 
 import pytest
 
 from recipe.utils import log, units
+from tests.conftest import ROOT, environment
 
 
 def test_only_the_main_process_prints_messages(capsys):
@@ -25,6 +28,21 @@ def test_a_full_disk_under_standard_output_raises_no_error(monkeypatch):
         with pytest.raises(OSError, match="No space left"):
             stdout.flush()  # shows that the line was not written
         os.dup2(os.open(os.devnull, os.O_WRONLY), stdout.fileno())  # to close it without an error
+
+
+@pytest.mark.parametrize("redirection", ["2> /dev/full", "2>&1 >&- | true", "2>&-", ">&- 2>&-"])
+def test_an_error_that_cannot_be_printed_keeps_the_exit_code(redirection):
+    command = f"{sys.executable} recipe/train.py --learning_rate fast {redirection}"
+    script = f"set -o pipefail; {command}"
+    result = subprocess.run(["bash", "-c", script], cwd=ROOT, env=environment(), capture_output=True, timeout=60)
+    assert result.returncode == 2
+
+
+def test_a_closed_standard_output_raises_no_error(monkeypatch):
+    monkeypatch.setattr("sys.stdout", None)
+    log.set_up_logging()
+    monkeypatch.setattr(logging, "raiseExceptions", True)
+    logging.getLogger("recipe.train").info("step 1")
 
 
 def test_durations():

@@ -15,6 +15,7 @@ from accelerate.utils import DistributedType, is_torch_xla_available, parse_flag
 
 from recipe.engine.shutdown import StopSignal
 from recipe.utils.errors import ExitCode, Permanent, UserError, first_line, is_transient
+from recipe.utils.log import print_error
 from recipe.utils.redaction import redact
 from recipe.utils.units import plural
 
@@ -98,9 +99,11 @@ def fail(error: Exception) -> int:
     The launcher ends all processes as soon as one has ended, so none may end before the error is printed: those that do
     not print wait for the launcher. If it does not end such a process, only that one has the error, and prints it.
     """
-    if isinstance(error, torch.OutOfMemoryError):
+    cpu_is_full = re.search(r"DefaultCPUAllocator: (can't allocate memory: .*? bytes)", str(error))
+    if cpu_is_full or isinstance(error, torch.OutOfMemoryError):
         way_out = "lower --micro_batch_size (the line `batch` has it), or see what helps in docs/memory.md"
-        error = Permanent(f"{str(error).partition('. GPU')[0]}; {way_out}")
+        reason = cpu_is_full[1] if cpu_is_full else str(error).partition(". GPU")[0]
+        error = Permanent(f"{reason}; {way_out}")
     message, code = f"error: {error}", ExitCode.USER_ERROR
     is_distributed = int(os.environ.get("WORLD_SIZE", 1)) > 1
     if not isinstance(error, UserError | OSError):
@@ -112,7 +115,7 @@ def fail(error: Exception) -> int:
             os._exit(code)
         signal.signal(signal.SIGTERM, lambda *_: os._exit(code))
         time.sleep(EXIT_GRACE_S)
-    print(redact(message), file=sys.stderr, flush=True)
+    print_error(redact(message))
     # torchrun would start it again, to meet the same error, unless a disk or the Hub has failed for a while.
     is_permanent = isinstance(error, Permanent) or not (StopSignal.stepping or is_transient(error))
     if code == ExitCode.USER_ERROR and max_restarts() and is_permanent:

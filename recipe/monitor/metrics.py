@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from recipe.config import Config
+from recipe.config import Config, due_at
 from recipe.data.prefetch import BatchLoader
 from recipe.engine.strategy import Strategy
 from recipe.estimate.memory import flops_per_token
@@ -50,9 +50,12 @@ class Metrics:
         unwritten: the record of a step whose checkpoint is saved before its line is written.
     """
 
-    def __init__(self, config: Config, strategy: Strategy, batches: BatchLoader, first_step: int):
-        """For a run that starts or resumes at `first_step`: restore the state, then enter it as a context."""
-        self._config, self._strategy, self._batches = config, strategy, batches
+    def __init__(
+        self, config: Config, strategy: Strategy, batches: BatchLoader, first_step: int, *, is_rewound: bool = False
+    ):
+        """For a run that starts or resumes at `first_step`: restore the state, then enter it as a context.
+        `is_rewound`: the later checkpoints have been set aside, with a copy of metrics.jsonl."""
+        self._config, self._strategy, self._batches, self._is_rewound = config, strategy, batches, is_rewound
         self._flops_per_token = flops_per_token(config.model, config.data.sequence_length)
         self.loss = RunningLoss(strategy.device.torch_device, strategy.device.sum_dtype)
         self.seconds = self.pauses = 0.0
@@ -70,7 +73,8 @@ class Metrics:
         processes, opt = self._strategy.runtime.processes, self._config.optimizer
         with self._exit_stack as stack:
             if processes.is_main:
-                self._log = MetricsLog(Path(self._config.run.output_dir) / "metrics.jsonl", self._read_step)
+                path = Path(self._config.run.output_dir) / "metrics.jsonl"
+                self._log = MetricsLog(path, self._read_step, self._has_lost_save)
                 stack.callback(self._log.close)
                 self._values = self._log.earlier | self._values
             self._values = processes.broadcast_object(self._values)
@@ -86,6 +90,9 @@ class Metrics:
 
     def __exit__(self, *_) -> None:
         self._exit_stack.close()
+
+    def _has_lost_save(self, step: int) -> bool:
+        return due_at(step, self._config).save and not self._is_rewound
 
     def record(self, step: int, *, read: bool) -> dict:
         """The record of this step, to which evaluations are added: values that an earlier process measured at this step
@@ -221,16 +228,18 @@ class RunningLoss:
 class MetricsLog:
     """metrics.jsonl: one JSON object for each logged step, written at once; on the main process only.
 
-    A resumed run drops the lines after `first_step`, and replaces the line of `first_step` when it is written again. A
-    run that starts over moves an earlier run's file aside. Lines that do not fit on a full disk are written later.
+    A resumed run drops the lines after `first_step`, and replaces the line of `first_step` when it is written again. An
+    earlier file is kept if the run starts over, or if the dropped lines are more than those since the last save: later
+    checkpoints have then been moved away. Lines that do not fit on a full disk are written later.
 
     Attributes:
         earlier: the file's record of `first_step`, without nulls; empty if there is none. An earlier configuration may
             have measured more than this one, such as the validation loss after its last step.
     """
 
-    def __init__(self, path: Path, first_step: int):
-        """Raises UserError if the file cannot be read or written."""
+    def __init__(self, path: Path, first_step: int, saves: Callable[[int], bool] = lambda step: False):
+        """`saves` tells whether a checkpoint is saved at a step. Raises UserError if the file cannot be read or
+        written."""
         self._path, self._has_failed = path, False
         records = read_metrics(path)
         # Without a checkpoint, a record of step 0 may come from another configuration.
@@ -239,13 +248,14 @@ class MetricsLog:
         lines = {step: json.dumps(record).encode() + b"\n" for step, record in old_records.items()}
         self._resumed = first_step, sum(len(line) for step, line in lines.items() if step < first_step)
         with writing(path, "free some space or make it writable: it holds the run's curve"):
-            if first_step == 0 and any(record["step"] > 0 for record in records):
+            last_step = max((record["step"] for record in records), default=0)
+            starts_over = first_step == 0 < last_step
+            if starts_over or any(saves(step) for step in range(first_step + 1, last_step)):
                 numbered_paths = (path.with_name(f"metrics.old-{n}.jsonl") for n in count(1))
                 old_path = next(p for p in numbered_paths if not os.path.lexists(p))
-                path.rename(old_path)
-                logger.warning(
-                    "note       no checkpoint: the run starts over; the earlier curve is kept in %s", old_path
-                )
+                replace_file(old_path, path.read_bytes())
+                what = "no checkpoint: the run starts over" if starts_over else f"the run is back at step {first_step}"
+                logger.warning("note       %s; the earlier curve is kept in %s", what, old_path)
             replace_file(path, b"".join(lines.values()))
             self._file = path.open("ab", buffering=0)
         self._unwritten = b""  # what a full disk has refused

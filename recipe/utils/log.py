@@ -17,6 +17,8 @@ class _ProgressBarHandler(logging.Handler):
     run."""
 
     def emit(self, record: logging.LogRecord) -> None:
+        if sys.stdout is None:  # closed before the program began
+            return
         try:
             tqdm.write(redact(self.format(record)), file=sys.stdout)
             sys.stdout.flush()
@@ -24,6 +26,15 @@ class _ProgressBarHandler(logging.Handler):
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         except (OSError, ValueError):
             pass  # the stream buffers what it could not write until the next line
+
+
+def print_error(text: str) -> None:
+    """Prints to standard error. If that is a full disk or a closed pipe, neither the print nor the flush at the end of
+    the program may replace the program's exit code by another."""
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except (OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
 def set_up_logging(*, main: bool = True) -> None:

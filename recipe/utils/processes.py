@@ -2,6 +2,7 @@
 
 import atexit
 import os
+import signal
 import sys
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -106,7 +107,11 @@ def exit_process(code: int) -> NoReturn:
     """Ends this process as `sys.exit` does, but one of several without the end of Python's interpreter: up to Python
     3.13, that aborts a process (exit code -6) in which a thread of Gloo, having finished the last collective call, has
     yet to release its tensors. DeepSpeed and others keep the groups, so destroying them does not wait for the threads.
+
+    A SIGTERM or SIGHUP during the interpreter's end, which can take a second, would replace the exit code.
     """
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         atexit._run_exitfuncs()
         sys.stdout.flush()

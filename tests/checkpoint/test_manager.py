@@ -131,6 +131,29 @@ def test_the_last_save_on_a_full_disk_deletes_an_unprotected_checkpoint(run, mon
     assert "retrying" not in caplog.text
 
 
+@pytest.mark.parametrize(("last_loss", "steps"), [(3.0, [1, 2]), (1.0, [3])])
+def test_the_last_save_on_a_full_disk_deletes_the_best_checkpoint_if_it_is_better(run, monkeypatch, last_loss, steps):
+    """A disk for two checkpoints: the best, and the newest."""
+    commit = module.save_checkpoint
+
+    def commit_on_full_disk(*arguments):
+        if len(run.steps) == 2:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        commit(*arguments)
+
+    monkeypatch.setattr(module, "save_checkpoint", commit_on_full_disk)
+    monkeypatch.setattr(module, "RETRY_WINDOW_S", 0)
+    losses = {1: 2.0, 2: 4.0, 3: last_loss}
+    lines = [json.dumps({"step": step, "val_loss": loss}) + "\n" for step, loss in losses.items()]
+    (run.directory / "metrics.jsonl").write_text("".join(lines[:2]))
+    run.save_and_wait(1)
+    run.save_and_wait(2)
+    (run.directory / "metrics.jsonl").write_text("".join(lines))
+    run.save_and_wait(3)
+    assert run.manager.finish() == (3 in steps)
+    assert run.steps == steps
+
+
 @pytest.mark.parametrize("stopped", [False, True])
 def test_the_last_save_is_retried_for_a_minute(stopped, run, monkeypatch, caplog):
     """Also of a run that a signal has stopped."""

@@ -65,6 +65,41 @@ def test_processes_end_with_their_exit_code_while_gloo_still_works(tmp_path):
     assert [process.wait(60) for process in ranks] == [0, 1]
 
 
+ENDS_SLOWLY = """
+import atexit, time
+from recipe.utils.processes import exit_process
+atexit.register(lambda: (print("ending", flush=True), time.sleep(1)))
+exit_process(75)
+"""
+
+
+def test_a_signal_during_the_end_of_the_interpreter_keeps_the_exit_code():
+    """A supervisor repeats the command while it ends with 75."""
+    command = [sys.executable, "-c", ENDS_SLOWLY]
+    with subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "ending\n"
+        process.terminate()
+        assert process.wait(30) == 75
+
+
+def test_sigterm_during_the_imports_asks_for_another_start(tmp_path):
+    (tmp_path / "torch.py").write_text("import time; print('importing', flush=True); time.sleep(30)")
+    command, env = [sys.executable, "-u", "recipe/train.py"], environment() | {"PYTHONPATH": str(tmp_path)}
+    with subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "importing\n"
+        process.terminate()
+        assert process.wait(20) == 75
+
+
+def test_a_cpu_without_memory_is_reported_in_a_line(capsys):
+    with pytest.raises(RuntimeError) as full:
+        torch.empty(1 << 60, dtype=torch.uint8)
+    assert fail(full.value) == 2
+    way_out = "lower --micro_batch_size (the line `batch` has it), or see what helps in docs/memory.md"
+    expected = f"error: can't allocate memory: you tried to allocate {1 << 60} bytes; {way_out}\n"
+    assert capsys.readouterr().err == expected
+
+
 @pytest.mark.parametrize(
     ("error", "cause"),
     [

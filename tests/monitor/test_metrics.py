@@ -80,6 +80,17 @@ def test_a_run_that_starts_over_keeps_the_curve_of_the_earlier_one(tmp_path, cap
     assert path.read_text() == ""
 
 
+@pytest.mark.parametrize(("last_step", "is_kept"), [(6, False), (7, True)])
+def test_a_run_whose_later_checkpoints_were_moved_away_keeps_its_curve(tmp_path, caplog, last_step, is_kept):
+    """It saves every 3 steps and resumes from step 3: after a kill, lines up to step 6, whose save was in progress."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(curve := "".join(f'{{"step": {step}}}\n' for step in range(last_step + 1)))
+    MetricsLog(path, 3, lambda step: step % 3 == 0).close()
+    assert steps_in(path) == [0, 1, 2, 3]
+    assert [old.read_text() for old in tmp_path.glob("metrics.old-1.jsonl")] == [curve] * is_kept
+    assert ("the run is back at step 3; the earlier curve is kept in" in caplog.text) == is_kept
+
+
 def test_a_resume_on_a_full_disk_says_to_free_space_and_keeps_the_curve(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n')
