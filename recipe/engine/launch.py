@@ -182,9 +182,9 @@ def check_accelerator(accelerator: Accelerator, supported: tuple[DistributedType
             f"distributed_type {accelerator.distributed_type.value} is not supported; use a file of accelerate_configs/"
         )
     for option, decides in _DECIDED_ELSEWHERE.items():
-        value = os.environ.get(f"ACCELERATE_{option.upper()}", "none")
+        value = os.environ.get(variable := f"ACCELERATE_{option.upper()}", "none")
         if value.lower() not in ("none", "no", "false", "1", precision):
             raise UserError(
                 f"the launch sets {option} {value}, which has no effect: {decides} decides that; remove it from the "
-                "command and from the Accelerate file"
+                f"command and from the Accelerate file, or unset {variable}"
             )
