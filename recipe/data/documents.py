@@ -37,7 +37,8 @@ _SAFE_CUTS = re.compile(r"[^\W_](?=[ \n])"), re.compile(r"\S(?=[ \n])")
 _BATCH_CHARS = 1 << 17  # characters that a thread tokenizes at once; more if one piece is longer
 _WAY_OUT = (
     "is it complete, and UTF-8? Unpack it, or convert it: iconv -f ENCODING -t UTF-8 FILE > NEW, where ENCODING is "
-    "often CP1252 or UTF-16; iconv -c -f UTF-8 -t UTF-8 drops invalid bytes"
+    "often UTF-16, CP1252 (Western), CP1251 (Cyrillic) or SHIFT_JIS, and look at NEW; iconv -c -f UTF-8 -t UTF-8 drops "
+    "invalid bytes"
 )
 # Of files that are not text: how they begin, and what to do.
 _NOT_TEXT = {
