@@ -137,8 +137,8 @@ def prune(run_dir: Path, step: int, config: Config, val_losses: dict[int, float]
     """Deletes checkpoints up to `step`, the one just committed, except for the last `save_total_limit` (or
     `limit`), multiples of `milestone_steps`, the one at `decay_start`, and the one with the best validation loss, so
     that a diverging run does not replace all its good ones. Milestones and the one at `decay_start` stay when the
-    configuration changes. With `limit`, to make room for the last save, the best one is deleted too if a lower loss was
-    measured at a step that is not saved.
+    configuration changes. With `limit`, to make room for the last save, the best one is deleted too if the last
+    loss measured is lower.
 
     `val_losses` is {step: validation loss}. Raises OSError.
     """
@@ -146,7 +146,7 @@ def prune(run_dir: Path, step: int, config: Config, val_losses: dict[int, float]
     paths = [path for path in checkpoints(run_dir) if step_of(path) <= step and not path.is_symlink()]
     evaluated_paths = [path for path in paths if step_of(path) in val_losses]
     best_path = min(evaluated_paths, key=lambda path: val_losses[step_of(path)], default=None)
-    if limit and best_path and val_losses[step_of(best_path)] > min(val_losses.values()):
+    if limit and best_path and val_losses[step_of(best_path)] > val_losses[max(val_losses)]:
         best_path = None
     for path in paths:
         if step_of(path) == decay_start or (milestone and step_of(path) % milestone == 0):

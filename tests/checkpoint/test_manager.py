@@ -131,9 +131,9 @@ def test_the_last_save_on_a_full_disk_deletes_an_unprotected_checkpoint(run, mon
     assert "retrying" not in caplog.text
 
 
-@pytest.mark.parametrize(("last_loss", "steps"), [(3.0, [1, 2]), (1.0, [3])])
+@pytest.mark.parametrize(("last_loss", "steps"), [(3.0, [1, 2]), (1.5, [4])])
 def test_the_last_save_on_a_full_disk_deletes_the_best_checkpoint_if_it_is_better(run, monkeypatch, last_loss, steps):
-    """A disk for two checkpoints: the best, and the newest."""
+    """A disk for two checkpoints: the best, and the newest. A better loss, at step 3, was not saved."""
     commit = module.save_checkpoint
 
     def commit_on_full_disk(*arguments):
@@ -143,14 +143,14 @@ def test_the_last_save_on_a_full_disk_deletes_the_best_checkpoint_if_it_is_bette
 
     monkeypatch.setattr(module, "save_checkpoint", commit_on_full_disk)
     monkeypatch.setattr(module, "RETRY_WINDOW_S", 0)
-    losses = {1: 2.0, 2: 4.0, 3: last_loss}
+    losses = {1: 2.0, 2: 4.0, 3: 1.0, 4: last_loss}
     lines = [json.dumps({"step": step, "val_loss": loss}) + "\n" for step, loss in losses.items()]
     (run.directory / "metrics.jsonl").write_text("".join(lines[:2]))
     run.save_and_wait(1)
     run.save_and_wait(2)
     (run.directory / "metrics.jsonl").write_text("".join(lines))
-    run.save_and_wait(3)
-    assert run.manager.finish() == (3 in steps)
+    run.save_and_wait(4)
+    assert run.manager.finish() == (4 in steps)
     assert run.steps == steps
 
 
