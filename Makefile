@@ -58,11 +58,12 @@ BIN := $(VENV)/bin
 LAUNCH = $(BIN)/accelerate launch --quiet --config_file $(ACCELERATE) $(if $(PROCESSES),--num_processes $(PROCESSES))
 # On Ctrl-C the trainer saves a checkpoint, and the launcher, which as a command in the background ignores Ctrl-C, waits
 # for it; one that has not started the trainer yet is ended (a slim container has no ps, and it is not). make then ends
-# too, without calling it an error. `kill` of make ends the launcher, by whose death the trainer stops.
+# too, without calling it an error. `kill` of make ends the launcher, by whose death the trainer stops. torchrun prints a
+# traceback after a stop and after an error.
 launched = stopped=; $(LAUNCH) $(1) & pid=$$!; \
 	trap 'stopped=1; parents=$$(ps -A -o ppid= 2>/dev/null) && ! echo "$$parents" | grep -qw $$pid && kill $$pid' INT; \
 	trap 'kill 0' QUIT; trap 'stopped=1; kill $$pid' TERM; \
-	until wait $$pid; do kill -0 $$pid 2>/dev/null || { [ $$stopped ]; exit; }; done
+	until wait $$pid; do kill -0 $$pid 2>/dev/null || { $(if $(filter-out single tpu%,$(basename $(notdir $(ACCELERATE)))),echo "the traceback is the launcher's; the run's own last lines are above it" >&2;) [ $$stopped ]; exit; }; done
 # What must be installed for a training run.
 TRAINING := $(VENV)/installed $(if $(findstring zero,$(ACCELERATE)),.venv/installed-deepspeed) $(if $(findstring --report_to,$(ARGS)),$(VENV)/installed-trackers)
 # A run or a model, by either name; one of the command line counts more than one of the environment.

@@ -99,11 +99,12 @@ class Run:
 
     @property
     def settings(self) -> dict[str, str]:
-        """The settings that decide what the run learns, and its data; those that a resume has changed as "0.01; 0.005
-        from step 16". Empty before the first checkpoint."""
+        """The settings that decide what the run learns, its data and its code; those that a resume has changed as
+        "0.01; 0.005 from step 16". Empty before the first checkpoint."""
         settings: dict[str, str] = {"data": self.dataset or self.data} if self.parts else {}
-        for name in (name for name in self.config if name not in PLACES):
-            values = [(part["from_step"], part["config"][name]) for part in self.parts if name in part["config"]]
+        parts = [(part["from_step"], part["config"] | {"code": part.get("code", "")[:8]}) for part in self.parts]
+        for name in (name for name in [*self.config, "code"] if name not in PLACES):
+            values = [(step, part[name]) for step, part in parts if name in part]
             changes = [f"; {v} from step {step:,}" for (_, earlier), (step, v) in pairwise(values) if v != earlier]
             if values:
                 settings[name] = f"{values[0][1]}{''.join(changes)}"

@@ -128,17 +128,19 @@ def _rise(run: Run) -> Iterator[Finding]:
         if any(before["config"].get(name) != after["config"].get(name) for name in ("val_data", "eval_tokens")):
             is_comparable = x > after["from_step"] * run.config["total_batch_tokens"]
             x, val = x[is_comparable], val[is_comparable]
+    medians = [np.median(part) for part in np.array_split(loss, 10)] if len(loss) >= MIN_LINES else [0]
+    has_risen = medians[-1] > min(medians) + MAX_TRAINING_RISE
     if len(x) < 3 or val[-1] - val.min() <= MAX_RISE:
-        medians = [np.median(part) for part in np.array_split(loss, 10)] if len(loss) >= MIN_LINES else [0]
-        if medians[-1] > min(medians) + MAX_TRAINING_RISE:
+        if has_risen:
             text = f"The training loss has risen from {min(medians):.2f} to {medians[-1]:.2f}: it diverges. "
             yield Finding("bad", text + "A lower learning_rate or more warm-up would help.")
         return
     low = int(val.argmin())
     at_low, at_end = (loss[np.abs(tokens - x[i]).argsort()[:5]] for i in (low, -1))  # the five lines nearest to each
-    text = f"The validation loss has been rising since {si(x[low], 'B')} tokens, from {val[low]:.2f} to {val[-1]:.2f}, "
-    if len(loss) and np.median(at_end) < np.median(at_low):
+    text = f"The validation loss is {val[-1]:.2f}, above its minimum of {val[low]:.2f} at {si(x[low], 'B')} tokens, "
+    is_random = x[low] == 0 and not run.config.get("init_from")  # such weights are not worse after overfitting
+    if len(loss) and np.median(at_end) < np.median(at_low) and not (has_risen or is_random):
         text += "while the training loss falls: overfitting. Fewer steps (max_steps), more data or dropout would help."
     else:
-        text += "and the training loss does not fall: it diverges. A lower learning_rate or more warm-up would help."
+        text += "and the training loss is not lower: it diverges. A lower learning_rate or more warm-up would help."
     yield Finding("bad", text)

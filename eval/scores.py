@@ -77,5 +77,5 @@ def table_row(score: dict) -> tuple[str, str, str, str]:
 
 def comparison_row(row: dict) -> tuple[str, str, str, str]:
     """A row of eval/compare.py as a table row: (metric, ours, theirs, difference with its interval)."""
-    interval = "  [{:+.4f}, {:+.4f}]".format(*row["ci95"]) if row.get("ci95") else ""
-    return row["metric"], f"{row['ours']:.4f}", f"{row['theirs']:.4f}", f"{row['difference']:+.4f}{interval}"
+    interval = "[{:+.4f}, {:+.4f}]".format(*row["ci95"]) if row.get("ci95") else "(too little text for an interval)"
+    return row["metric"], f"{row['ours']:.4f}", f"{row['theirs']:.4f}", f"{row['difference']:+.4f}  {interval}"

@@ -216,10 +216,14 @@ def test_batch_arithmetic():
     assert batch_arithmetic(config, 64).micro == 8  # a device's whole share
     one_sequence = parse_config(["--config=gpt2", "--total_batch_tokens=1024"])
     assert batch_arithmetic(one_sequence, 1) == BatchPlan(sequences=1, world_size=1, micro=1, accumulation=1)
-    with pytest.raises(UserError, match=r"3 processes x micro_batch_size 32 .* = 98304; 491520 is one"):
+    with pytest.raises(
+        UserError, match=r"3 processes x micro_batch_size 32 .* = 98304; nearest valid: 491520, 589824$"
+    ):
         batch_arithmetic(config, 3)
-    with pytest.raises(UserError, match=r"1024 processes x micro_batch_size 1 .* = 1048576; 1048576 is one"):
+    with pytest.raises(UserError, match=r"1024 processes x sequence_length 1024 = 1048576; nearest valid: 1048576$"):
         batch_arithmetic(config, 1024)  # more devices than sequences
+    with pytest.raises(UserError, match=r"24 processes x sequence_length 1024 = 24576; nearest valid: 516096, 540672$"):
+        batch_arithmetic(config, 24)  # 21 sequences for each, fewer than micro_batch_size
 
 
 def test_adam_and_clipping_are_those_of_gpt3_by_default():

@@ -33,7 +33,7 @@ def batch_arithmetic(config: Config, world_size: int, devices: int = 1) -> Batch
     """Derives the accumulation for `world_size` processes with `devices` devices each; nothing else computes it.
 
     A device whose share of the step is smaller than micro_batch_size takes all of that share at once. Raises UserError,
-    with a valid total_batch_tokens, if the step does not divide evenly.
+    with the nearest valid total_batch_tokens, if the step does not divide evenly.
     """
     tokens, length = config.optimizer.total_batch_tokens, config.data.sequence_length
     sequences, replicas = tokens // length, world_size * devices
@@ -43,13 +43,16 @@ def batch_arithmetic(config: Config, world_size: int, devices: int = 1) -> Batch
     accumulation, remainder = divmod(tokens, unit)
     if remainder:
         factor = plural(replicas, "process", "es") if devices == 1 else plural(replicas, "device")
-        factor += "" if size == AUTO else f" x micro_batch_size {micro}"
+        if micro == size:
+            factor += f" x micro_batch_size {micro}"
+        else:  # all of a device's share, whatever it is
+            unit = replicas * length
         # With auto the step of the suggestion also divides by 8 sequences a device.
         good_unit = 8 * unit if size == AUTO and tokens >= 8 * unit else unit
-        raise UserError(
-            f"total_batch_tokens {tokens} is not a multiple of {factor} x sequence_length {length} = {unit}; "
-            f"{max(1, tokens // good_unit) * good_unit} is one"
-        )
+        lower = tokens // good_unit * good_unit
+        nearest = ", ".join(str(valid) for valid in (lower, lower + good_unit) if valid)
+        text = f"total_batch_tokens {tokens} is not a multiple of {factor} x sequence_length {length} = {unit}"
+        raise UserError(f"{text}; nearest valid: {nearest}")
     return BatchPlan(sequences, world_size, micro * devices, accumulation, devices)
 
 

@@ -131,4 +131,6 @@ class Tracker:
         run = wandb.run
         assert run
         upload_command = f"wandb sync {Path(run.dir).parent}"
-        return tracker, f"wandb is offline; to upload: {upload_command}" if run.offline else f"wandb {run.url}"
+        if run.offline:
+            return tracker, f"wandb is offline; to upload: {upload_command}"
+        return tracker, f"wandb {run.url or 'is disabled by WANDB_MODE'}"

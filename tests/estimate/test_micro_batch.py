@@ -116,7 +116,7 @@ def test_memory_that_another_program_uses_is_left_to_it(free, sequences, monkeyp
 
 def test_the_batch_that_is_suggested_lets_each_device_take_eight_sequences():
     config = parse_config(["--config=gpt2", "--dry_run=7xh100"])
-    with pytest.raises(UserError, match="7 processes x sequence_length 1024 = 7168; 516096 is one"):
+    with pytest.raises(UserError, match="7 processes x sequence_length 1024 = 7168; nearest valid: 516096, 573440"):
         micro_batch(config, open_strategy(config.run.precision, config.run.plan_device))
 
 

@@ -95,6 +95,10 @@ def test_the_paired_intervals_by_hand():
     half_width = 1.96 * ((4.5 + 1.5 - 42 * center**2) / 42**2) ** 0.5
     assert compare.compare_means("", ours, theirs)["ci95"] == pytest.approx([center - half_width, center + half_width])
     half_width = 2.093 * (4 * 20 * 21 / 12 / 20) ** 0.5  # 20 means of pairs, two apart; 2.093 is t's quantile for 19
+    assert (
+        "(too little text for an interval)"
+        in comparison_row(compare.compare_means("", np.arange(39.0), np.ones(39)))[3]
+    )
     losses = compare.compare_means("", np.arange(40.0), np.zeros(40))
     assert losses["ci95"] == pytest.approx([19.5 - half_width, 19.5 + half_width])
 

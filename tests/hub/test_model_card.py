@@ -234,7 +234,7 @@ def test_recorded_names_are_escaped(card):
         assert f"\n# {escaped}\n" in made.text
         assert f"\n## Compared with {escaped}\n" in made.text
         assert f"| metric | this model | {escaped} | difference" in made.text
-        assert f"| {escaped} | 0.5000 | 0.2500 | +0.2500 |" in made.text
+        assert f"| {escaped} | 0.5000 | 0.2500 | +0.2500 (too little text for an interval) |" in made.text
         assert f"| a sample | {2 * f'{escaped} ... {escaped} | '}|" in made.text
         assert made.text.count("img src") == made.text.count("\\<img src") > 0
         assert text in {entry.dataset_name for entry in made.data.eval_results}  # in YAML it is a string

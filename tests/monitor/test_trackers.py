@@ -112,6 +112,14 @@ def test_wandb_continues_the_run_and_is_offline_without_a_key(tmp_path, messages
 
 
 @pytest.mark.slow
+@needs["wandb"]
+def test_wandb_may_be_disabled(tmp_path, monkeypatch, messages):
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    track(tmp_path / "run", "wandb", 0)
+    assert messages() == ["tracker    wandb is disabled by WANDB_MODE"]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param(name, marks=needs[name]) for name in NAMES])
 def test_a_tracker_uploads_no_secret_and_no_home_directory(tmp_path, home, name, monkeypatch):
     if name == "trackio":
