@@ -26,6 +26,7 @@ import yaml
 
 from benchmarks import report
 from benchmarks.runs import train_to_end
+from recipe.config import QUIET
 from recipe.utils.checkpoints import read_metrics
 from recipe.utils.errors import ArgumentParser, ExitCode, UserError
 
@@ -91,10 +92,17 @@ class Runs:
         if (seconds_left := self._deadline - time.monotonic()) < 60:
             raise TimeUp
         steps, warmup = run["max_steps"], round(run["max_steps"] * fields["warmup"])
-        flags = self.size.recipe | SCHEDULE | self._data | fields | run | {"optim": optimizer, "warmup_steps": warmup}
+        flags = (
+            QUIET
+            | self.size.recipe
+            | SCHEDULE
+            | self._data
+            | fields
+            | run
+            | {"optim": optimizer, "warmup_steps": warmup}
+        )
         flags |= {"config": "recipe/configs/gpt2.yaml", "streaming": False, "save_total_limit": 1}
         flags |= dict.fromkeys(("save_steps", "eval_steps"), max(1, steps // 5)) | {"max_hours": seconds_left / 3600}
-        flags |= dict.fromkeys(("milestone_steps", "hellaswag_steps", "sample_steps"), 0)
         del flags["warmup"]
         if train_to_end(flags) == ExitCode.RUN_AGAIN:
             raise TimeUp

@@ -17,13 +17,13 @@ from pathlib import Path
 
 import torch
 
-from recipe.config import ROOT, DataConfig
+from recipe.config import QUIET, ROOT, DataConfig
 from recipe.data.prepare import prepare
 from recipe.utils.errors import ExitCode, UserError
 
 # Fields of all runs. The learning rate is constant, and so small that rounding errors do not grow over the compared
 # steps.
-FIELDS = {
+FIELDS = QUIET | {
     "optim": "adamw",
     "lr_scheduler_type": "cosine",
     "learning_rate": 1e-4,
@@ -34,7 +34,7 @@ FIELDS = {
     "logging_steps": 1,
     "streaming": False,
     "run_name": "bench",
-} | {"eval_steps": "end", "save_steps": "end", "milestone_steps": 0, "hellaswag_steps": 0, "sample_steps": 0}
+}
 
 
 class Void(Exception):

@@ -38,7 +38,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # see train.py
 import psutil
 
 from recipe.checkpoint.run_dir import run_directory
-from recipe.config import FIELDS, Config, parse_config
+from recipe.config import FIELDS, QUIET, Config, parse_config
 from recipe.config.catalog import unknown_data
 from recipe.config.values import hint
 from recipe.data.documents import TextFiles
@@ -349,9 +349,8 @@ def train_and_delete(strategy: Strategy, fields: Fields, flags: list[str]) -> li
     quiet = {"recipe": logging.WARNING, "recipe.engine.shutdown": logging.ERROR}  # it would promise a checkpoint
     Path("runs").mkdir(exist_ok=True)
     directory = processes.broadcast_object(tempfile.mkdtemp(prefix=".best-", dir="runs") if processes.is_main else "")
-    fields = fields | dict.fromkeys(("eval_steps", "save_steps"), ("end", "a trial"))
-    own_flags = [f"--output_dir={directory}", "--dry_run=false", "--push_to_hub=false", "--report_to=none"]
-    config = config_of(fields, *flags, *own_flags, "--hellaswag_steps=0", "--sample_steps=0", "--milestone_steps=0")
+    own_flags = [f"--{name}={value}" for name, value in (QUIET | {"output_dir": directory}).items()]
+    config = config_of(fields, *flags, *own_flags)
     try:
         for name, level in quiet.items():
             logging.getLogger(name).setLevel(level)

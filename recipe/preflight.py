@@ -42,7 +42,7 @@ import torch.nn.functional as F
 from recipe.checkpoint.format import checkpoint_path
 from recipe.checkpoint.provenance import versions
 from recipe.components import with_vocabulary
-from recipe.config import ROOT, Config, DataConfig, batch_arithmetic, parse_config
+from recipe.config import QUIET, ROOT, Config, DataConfig, batch_arithmetic, parse_config
 from recipe.data.survey import SHIPPED_TEXT
 from recipe.engine import hardware
 from recipe.engine.factory import open_strategy
@@ -263,16 +263,9 @@ def resumes(directory: Path, strategy: Strategy, fields: dict) -> Finding | None
 def trial(config: Config, directory: Path, strategy: Strategy) -> Finding:
     """Some steps of the recipe itself, on its own data if they are here, saved at the end."""
     data, device, processes = config.data, strategy.device, strategy.runtime.processes
-    fields: dict = {"max_steps": 8, "warmup_steps": 2, "logging_steps": 1, "eval_steps": "end", "save_steps": "end"}
-    fields |= dict.fromkeys(("hellaswag_steps", "sample_steps", "milestone_steps"), 0)
+    fields = QUIET | {"max_steps": 8, "warmup_steps": 2, "logging_steps": 1, "output_dir": str(directory / "trial")}
     fields |= dict.fromkeys(("train_hours", "num_train_epochs", "max_hours"), 0.0)  # whatever the flags say
-    fields |= {"report_to": "none", "push_to_hub": False, "dry_run": False, "output_dir": str(directory / "trial")}
     config, note = config.replace(**fields), ""
-    if not (data.streaming or data.mixture or Path(data.dataset_name).exists() or glob(data.dataset_name)):
-        note = f"; on the text that ships, since {data.dataset_name} is not prepared yet"
-        shipped = DataConfig(str(directory / "text"), train_text=str(SHIPPED_TEXT), val_fraction=0.1)
-        shipped = dataclasses.replace(shipped, tokenizer=data.tokenizer, sequence_length=data.sequence_length)
-        config = dataclasses.replace(config, data=shipped)
     config, _ = fused_loss(config, strategy)
     config, _ = micro_batch(config, strategy)  # of the run, which may take all of the memory
     micro = batch_arithmetic(config, processes.world_size, device.count).micro  # of a process
@@ -280,6 +273,14 @@ def trial(config: Config, directory: Path, strategy: Strategy) -> Finding:
     tokens = processes.world_size * micro * max(1, sequences // micro) * data.sequence_length
     tokens = min(tokens, config.optimizer.total_batch_tokens)
     config = config.replace(total_batch_tokens=tokens, eval_tokens=tokens)
+    if not (data.streaming or data.mixture or Path(data.dataset_name).exists() or glob(data.dataset_name)):
+        note = f"; on the text that ships, since {data.dataset_name} is not prepared yet"
+        text, shipped = directory / "text.txt", SHIPPED_TEXT.read_bytes()
+        copies = 1 + tokens // (len(shipped) // 6)  # GPT-2's tokens have 3.3 bytes on average, others' less than 6
+        processes.in_turns(lambda: text.exists() or text.write_bytes(copies * shipped), f"{text} cannot be written")
+        shards = DataConfig(str(directory / "text"), train_text=str(text), val_fraction=0.1)
+        shards = dataclasses.replace(shards, tokenizer=data.tokenizer, sequence_length=data.sequence_length)
+        config = dataclasses.replace(config, data=shards)
     strategy.runtime.stop.stop_after(TRIAL_S / 3600)
     train(config, strategy)
     lines = [line for line in read_metrics(directory / "trial" / "metrics.jsonl") if line["tokens_per_second"]]

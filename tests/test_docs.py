@@ -191,9 +191,23 @@ def test_make_train_trains_and_prints_a_sample(shards, tmp_path):
 
 
 def test_make_overfit_memorizes_a_batch(tmp_path):
-    """The loss starts at that of a uniform guess, ln(50,257) = 10.8, and ends below 0.1."""
-    script = make("-n", "overfit", f"ARGS=--output_dir {tmp_path} --precision fp32")
+    """The loss starts at that of a uniform guess, ln(50,257) = 10.8, and ends below 0.1, whatever run and place the
+    recipe describes besides the model."""
+    recipe = yaml.safe_load((ROOT / "recipe/configs/shakespeare.yaml").read_text())
+    recipe.pop("max_steps")
+    recipe |= {
+        "output_dir": str(tmp_path / "mine"),
+        "train_hours": 1.0,
+        "lr_scheduler_type": "wsd",
+        "milestone_steps": 9,
+    }
+    recipe |= {"push_to_hub": True, "hub_model_id": "me/mine", "report_to": "tensorboard", "init_from": "me/mine"}
+    recipe |= {"val_data": "data/mine", "tokenizer": "me/mine"}
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(recipe))
+    script = make("-n", "overfit", f"CONFIG={tmp_path / 'mine.yaml'}", "ARGS=--precision fp32")
     words = shlex.split(script.replace("\\\n", " ").partition("recipe/train.py ")[2])
+    assert words[words.index("--output_dir") + 1] == "runs/overfit"
+    words += ["--output_dir", str(tmp_path)]
     words += ["--dataset_name", str(tmp_path / "data")]
     result = ok(programs.run("recipe/train.py", *words))
     losses = [line["loss"] for line in read_metrics(tmp_path / "metrics.jsonl") if line["step"]]

@@ -6,6 +6,7 @@ from recipe.config.fields import (
     DEFAULTS,
     FIELDS,
     MIXTURE_PERIOD,
+    QUIET,
     ROOT,
     SHAPE_FIELDS,
     UNDECIDED,

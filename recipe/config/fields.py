@@ -255,6 +255,9 @@ PARTS = {"Model": ModelConfig, "Data": DataConfig, "Optimizer": OptimizerConfig,
 FIELDS = {field.name: field for part in PARTS.values() for field in dataclasses.fields(part) if field.metadata}
 LENGTH_FIELDS = ("num_train_epochs", "max_steps", "train_hours")  # alternatives: a run sets one of them
 DEFAULTS = {name: field.default for name, field in FIELDS.items()}
+# A run that measures something: no evaluation on the way, and nothing leaves this machine.
+QUIET: dict = {"eval_steps": "end", "save_steps": "end", "milestone_steps": 0, "hellaswag_steps": 0, "sample_steps": 0}
+QUIET |= {"report_to": "none", "push_to_hub": False, "dry_run": False}
 REQUIRES = {name: field.metadata["requires"] for name, field in FIELDS.items() if field.metadata["requires"]}
 
 
