@@ -21,7 +21,7 @@ from eval.loglikelihood import LanguageModel
 from eval.scores import merge_scores
 from recipe.utils.checkpoints import checkpoints, manifest_of, newest_run, problem_of
 from recipe.utils.download import HUB_TIMEOUT_S, within
-from recipe.utils.errors import ArgumentParser, ExitCode, UserError, first_line, no_safetensors, reading
+from recipe.utils.errors import ArgumentParser, ExitCode, UserError, first_line, in_words, no_safetensors, reading
 from recipe.utils.files import replace_file
 from recipe.utils.redaction import redact
 from recipe.utils.schema import check
@@ -116,7 +116,7 @@ def run_main(main: Callable[[], None]) -> None:
     except KeyboardInterrupt:
         sys.exit(ExitCode.INTERRUPTED)
     except (UserError, OSError) as error:
-        print(redact(f"error: {error}"), file=sys.stderr)
+        print(redact(f"error: {in_words(error)}"), file=sys.stderr)
         sys.exit(2)
     except torch.OutOfMemoryError as error:
         print(f"error: {first_line(error)} Lower --batch_size, or use --device cpu", file=sys.stderr)

@@ -230,7 +230,9 @@ def in_process(monkeypatch, capsys):
     for name in [name for name in os.environ if name.startswith("ACCELERATE_") or name.endswith("RANK")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    handlers = {
+        number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+    }
     threads, matmul = torch.get_num_threads(), torch.get_float32_matmul_precision()
 
     def run(argv: list) -> tuple[int, str, str]:

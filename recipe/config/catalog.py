@@ -17,7 +17,7 @@ TEXT_SUFFIXES = (".txt", ".md", ".jsonl", ".json", ".parquet", ".csv", ".tsv")
 _JSON_LINES = {".ndjson", ".jsonlines"}  # other suffixes of .jsonl files
 PACKED = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}  # {suffix of a compressed text file: pyarrow's name for it}
 REPO_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)  # ORG/NAME on the Hub
-LOCK = ".preparing.lock"  # in a directory in which shards are made
+MADE_HERE = ".preparing.lock"  # in a directory in which shards are made; their lock
 # Splits by the names of files and directories, as in data/test-00000-of-00001.parquet and wiki.valid.txt.
 _SPLIT = r"(?:^|[-._ /\d])(?:{})(?:$|[-._ /\d])"
 _TRAIN = re.compile(_SPLIT.format("train|training"), re.IGNORECASE)
@@ -93,7 +93,7 @@ def text_files(name: str) -> tuple[list[Path], list[Path]]:
         return ([], []) if any(path.suffix in SUFFIXES for path in files) else _each_once(files)
     paths, runs = list[Path](), list[Path]()
     for parent, directories, names in os.walk(directory, onerror=_refuse):
-        if LOCK in names:  # shards made here, such as data/NAME in data/
+        if MADE_HERE in names:  # shards made here, such as data/NAME in data/
             directories.clear()
             continue
         if {"state.json", "dataset_info.json"} <= {*names}:

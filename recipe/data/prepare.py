@@ -17,11 +17,11 @@ import filelock
 from tqdm import tqdm
 
 from recipe.config import DataConfig, data_sets, parse_config
-from recipe.config.catalog import LOCK
+from recipe.config.catalog import MADE_HERE
 from recipe.data.documents import TextFiles
 from recipe.data.producer import Producer
 from recipe.data.shards import Manifest, find_shards
-from recipe.utils.errors import ExitCode, UserError
+from recipe.utils.errors import ExitCode, UserError, in_words, writing
 from recipe.utils.log import set_up_logging
 from recipe.utils.redaction import redact
 from recipe.utils.units import plural, si
@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
             if data.train_text:  # otherwise it names shards
                 prepare(data)
     except (UserError, OSError) as error:
-        print(f"error: {redact(str(error))}", file=sys.stderr)
+        print(f"error: {redact(in_words(error))}", file=sys.stderr)
         return ExitCode.USER_ERROR
     except KeyboardInterrupt:
         print("\ninterrupted; the same command continues after the last finished shard", file=sys.stderr)
@@ -59,8 +59,12 @@ def prepare(data: DataConfig) -> Manifest:
     if manifest := producer.finished():
         logger.info("data       %s is complete already: %s", out, _summary(manifest))
         return manifest
-    out.mkdir(parents=True, exist_ok=True)
+    with writing(out, "name another directory with --train_text TEXT --dataset_name DIRECTORY"):
+        out.mkdir(parents=True, exist_ok=True)
     with directory_lock(out):
+        if manifest := producer.finished():
+            logger.info("data       the other process has made %s", _summary(manifest))
+            return manifest
         manifest = producer.open()
         continuing = f", continuing after {len(manifest.shards)} finished shards" if manifest.shards else ""
         logger.info("data       tokenizing %s into %s%s", producer.source, out, continuing)
@@ -91,17 +95,23 @@ def must_prepare(data: DataConfig) -> bool:
 
 
 @contextmanager
-def directory_lock(out: Path, seconds: float = 0) -> Generator[None, None, None]:
-    """Holds the lock of a directory of shards, after waiting up to `seconds` for it: two producers would overwrite each
-    other's unfinished shards. The lock ends with its process. Raises UserError if it is not free in time."""
+def directory_lock(out: Path, seconds: float | None = None) -> Generator[None, None, None]:
+    """Holds the lock of a directory of shards: two producers would overwrite each other's unfinished shards. The lock
+    ends with its process. Waits for it: up to `seconds`, after which it raises UserError, or without a limit."""
+    lock = filelock.FileLock(out / MADE_HERE)
     try:
-        with filelock.FileLock(out / LOCK, timeout=seconds):
-            yield
+        lock.acquire(timeout=seconds or 0)
     except filelock.Timeout:
-        raise UserError(
-            f"{out}: another process is making shards in this directory; wait for it, or give another directory: "
-            "--train_text TEXT --dataset_name DIRECTORY"
-        ) from None
+        other = "another process is making shards in this directory"
+        if seconds is not None:
+            way_out = "wait for it, or give another directory: --train_text TEXT --dataset_name DIRECTORY"
+            raise UserError(f"{out}: {other}; {way_out}") from None
+        logger.info("waiting    %s: %s", out, other)
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from recipe.config import Config
-from recipe.config.catalog import LOCK
+from recipe.config.catalog import MADE_HERE
 from recipe.data.documents import TextFiles
 from recipe.data.hub_text import HubText
 from recipe.data.tokenizer import open_tokenizer, train_tokenizer
@@ -64,7 +64,7 @@ def survey(
     sample_stride = stride * max(1, int(readable / stride / SAMPLE_BYTES))
     directory = Path("data") / config.run.run_name
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / LOCK).touch()  # marks it as made here: a later run on all of data/ does not read it
+    (directory / MADE_HERE).touch()  # marks it as made here: a later run on all of data/ does not read it
     kept_bytes, sample, copy = 0, [], directory / f"every-{stride}.txt"
     with tempfile.NamedTemporaryFile("w", dir=directory, encoding="utf-8") as out:
         for number, content in enumerate(piece.content for piece in source.pieces()):

@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, is_torch_xla_available, parse_flag_from_env
 
 from recipe.engine.shutdown import StopSignal
-from recipe.utils.errors import ExitCode, Permanent, UserError, first_line, is_transient
+from recipe.utils.errors import ExitCode, Permanent, UserError, first_line, in_words, is_transient
 from recipe.utils.log import print_error
 from recipe.utils.redaction import redact
 from recipe.utils.units import plural
@@ -104,7 +104,7 @@ def fail(error: Exception) -> int:
         way_out = "lower --micro_batch_size (the line `batch` has it), or see what helps in docs/memory.md"
         reason = cpu_is_full[1] if cpu_is_full else str(error).partition(". GPU")[0]
         error = Permanent(f"{reason}; {way_out}")
-    message, code = f"error: {error}", ExitCode.USER_ERROR
+    message, code = f"error: {in_words(error)}", ExitCode.USER_ERROR
     is_distributed = int(os.environ.get("WORLD_SIZE", 1)) > 1
     if not isinstance(error, UserError | OSError):
         if not (is_distributed and (cause := _lost_peer(error))):  # with one process it was some other connection
@@ -153,11 +153,10 @@ def check_launch() -> None:
         raise UserError(
             "--max_restarts needs --rdzv_backend c10d, and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment"
         )
-    if "LOCAL_RANK" in os.environ and "LOCAL_WORLD_SIZE" not in os.environ and int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        raise UserError(  # as by deepspeed's launcher
-            "WORLD_SIZE is set without LOCAL_WORLD_SIZE, the number of processes on this node; set it too, or use "
-            "`accelerate launch`"
-        )
+    local_variables = {"LOCAL_RANK": "this process's index on its node", "LOCAL_WORLD_SIZE": "how many that has"}
+    missing = [f"{name} ({meaning})" for name, meaning in local_variables.items() if name not in os.environ]
+    if missing and int(os.environ.get("WORLD_SIZE", 1)) > 1:  # as by deepspeed's launcher, or by hand
+        raise UserError(f"WORLD_SIZE is set without {' and '.join(missing)}; set that too, or use `accelerate launch`")
     nodes = int(os.environ.get("GROUP_WORLD_SIZE", 1))  # by torchrun
     if nodes != (expected := int(os.environ.get("RECIPE_NODES", nodes))):  # by slurm.sbatch
         raise UserError(

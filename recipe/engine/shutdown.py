@@ -15,7 +15,8 @@ from recipe.utils.errors import ExitCode
 
 logger = logging.getLogger(__name__)
 
-_SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+# SIGUSR1 is the customary choice for Slurm's warning before the time limit.
+_SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1]
 _ECHO_S = 1.0  # within which a second SIGINT is the same Ctrl-C, passed on by a launcher that received it too
 POLL_S = 0.2  # between two checks of the launcher, and of the signals while a step waits for its data
 NOTHING, DECAY, STOP = range(3)  # what a process asks for; the greatest wins
@@ -26,8 +27,8 @@ class Interrupted(Exception):
 
 
 class StopSignal:
-    """Listens for SIGINT, SIGTERM, SIGHUP and the death of the launcher, in a thread: the main thread may be waiting
-    for the device, or in a collective call for a process that has died.
+    """Listens for the signals that ask a process to end and for the death of the launcher, in a thread: the main thread
+    may be waiting for the device, or in a collective call for a process that has died.
 
     Before the first step boundary there is nothing to save, and the main thread gets a KeyboardInterrupt, once.
     Afterwards `requested` is set, and the loop stops at its next boundary with a checkpoint. A second Ctrl-C ends the

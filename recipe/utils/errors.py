@@ -26,6 +26,7 @@ class Permanent(UserError):
     was moved, start the run over."""
 
 
+_PERMISSION = "the owner of the file, or of a directory above it, can permit that with chmod"
 _WRONG_PATH = FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError
 
 
@@ -76,6 +77,8 @@ def reading(path: Path | str, way_out: str, action: str = "read") -> Generator[N
         reason = getattr(error, "strerror", None) or first_line(error).rstrip(":")
         if isinstance(error, KeyError):
             reason = f"no {reason}"
+        if isinstance(error, PermissionError) and action == "read":  # the file may be sound, and somebody else's
+            way_out = _PERMISSION
         if isinstance(error, UnicodeDecodeError):  # whose position is that in a part of the file
             reason = f"not UTF-8: byte {error.object[error.start]:#x}"
         raise UserError(f"{path} cannot be {action} ({reason}); {way_out}") from error
@@ -97,6 +100,14 @@ def no_safetensors(model: str) -> UserError:
         f"{problem}. If you trust the model, convert it with transformers: "
         f"AutoModelForCausalLM.from_pretrained({model!r}).save_pretrained('converted')"
     )
+
+
+def in_words(error: Exception) -> str:
+    """The message of an error; of an OSError without its number, and with the way out where a permission is missing."""
+    if not (isinstance(error, OSError) and error.filename and error.strerror):
+        return str(error)
+    way_out = f"; {_PERMISSION}" if isinstance(error, PermissionError) else ""
+    return f"{error.filename}: {error.strerror}{way_out}"
 
 
 def first_line(error: BaseException) -> str:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tarfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pyarrow as pa
@@ -254,9 +255,21 @@ def test_complete_shards_are_left_alone_and_other_settings_are_refused(reference
     assert (reference.out / "manifest.json").stat().st_mtime_ns == mtime
 
 
-def test_two_preparations_into_one_directory_are_refused(reference, tmp_path):
-    with directory_lock(tmp_path), pytest.raises(UserError, match="another process is making shards"):
-        prepare(data_of(reference.text, tmp_path))
+def test_of_two_preparations_into_one_directory_one_waits_for_the_other(reference, tmp_path, capsys):
+    """As two jobs of an array that are started at once."""
+    set_up_logging()
+    data = data_of(reference.text, tmp_path / "out", shard_tokens=3000)
+    (tmp_path / "out").mkdir()
+    with ThreadPoolExecutor() as pool:
+        with directory_lock(tmp_path / "out"):
+            waiting = [pool.submit(prepare, data) for _ in range(2)]
+            time.sleep(0.5)
+            assert not any(future.done() for future in waiting)
+            assert not list((tmp_path / "out").glob("*.bin"))
+        assert [future.result(timeout=60) for future in waiting] == [reference.manifest] * 2
+    output = capsys.readouterr().out
+    assert output.count("waiting ") == 2
+    assert output.count("tokenizing ") == output.count("the other process has made ") == 1
 
 
 REPEATED = [*DOCUMENTS[:100], *DOCUMENTS[20:60], *DOCUMENTS[100:150], DOCUMENTS[149], *DOCUMENTS[5:9]]

@@ -21,7 +21,7 @@ from recipe.engine import factory
 from recipe.engine.launch import EXIT_GRACE_S, check_launch, fail
 from recipe.engine.shutdown import StopSignal
 from recipe.engine.strategy import start_accelerator
-from recipe.utils.errors import Permanent, Unreachable, UserError
+from recipe.utils.errors import Permanent, Unreachable, UserError, reading
 from recipe.utils.processes import Processes
 from tests.conftest import ROOT, environment, launch, ok, refused, run_train
 
@@ -89,6 +89,19 @@ def test_sigterm_during_the_imports_asks_for_another_start(tmp_path):
         assert process.stdout.readline() == "importing\n"
         process.terminate()
         assert process.wait(20) == 75
+
+
+def test_a_file_of_somebody_else_is_named_without_an_errno(tmp_path, capsys):
+    """Root may read every file, so this error is made by hand."""
+    error = PermissionError(13, "Permission denied", "data/shared/train_000000.bin")
+    way_out = "the owner of the file, or of a directory above it, can permit that with chmod"
+    assert fail(error) == 2
+    assert capsys.readouterr().err == f"error: data/shared/train_000000.bin: Permission denied; {way_out}\n"
+    with (
+        pytest.raises(UserError, match=f"^m cannot be read \\(Permission denied\\); {way_out}$"),
+        reading("m", "delete it"),
+    ):
+        raise error
 
 
 def test_a_cpu_without_memory_is_reported_in_a_line(capsys):
@@ -175,6 +188,7 @@ RESTARTS = {"TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_USE_AGENT_STORE": "T
         # It counts those of all nodes.
         (GPUS | {"GROUP_WORLD_SIZE": "2"}, "^8 processes for 4 GPUs on each of 2 nodes: pass --num_processes 8$"),
         ({"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}, "WORLD_SIZE is set without LOCAL_WORLD_SIZE"),
+        ({"WORLD_SIZE": "2", "RANK": "0"}, r"WORLD_SIZE is set without LOCAL_RANK \(.* and LOCAL_WORLD_SIZE \(.*; set"),
         (RESTARTS, "--max_restarts needs --rdzv_backend c10d, and TORCH_DISABLE_SHARE_RDZV_TCP"),
         (RESTARTS | {"TORCHELASTIC_USE_AGENT_STORE": "False"}, ""),
     ],

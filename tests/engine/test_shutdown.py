@@ -48,10 +48,17 @@ def start(tmp_path):
         process.kill()
 
 
-@pytest.mark.parametrize(("setup", "stops"), [("", True), ("signal.signal(signal.SIGHUP, signal.SIG_IGN)", False)])
-def test_a_terminal_that_closes_stops_the_run_except_under_nohup(start, setup, stops):
+@pytest.mark.parametrize(
+    ("number", "setup", "stops"),
+    [
+        (signal.SIGHUP, "", True),
+        (signal.SIGHUP, "signal.signal(signal.SIGHUP, signal.SIG_IGN)", False),
+        (signal.SIGUSR1, "", True),
+    ],
+)
+def test_a_closed_terminal_except_under_nohup_and_slurms_warning_stop_the_run(start, number, setup, stops):
     running = start("time.sleep(0.5)", setup=setup)
-    running.send_signal(signal.SIGHUP)
+    running.send_signal(number)
     assert running.wait(60) == 0
     assert ("stopping at the next step boundary; press" in running.stdout) == stops
 
