@@ -153,9 +153,9 @@ def check_inputs(config: Config, batch: BatchPlan, processes: Processes) -> None
     if config.run.dry_run:  # else check_initial_weights has done it
         checks.append(partial(check_init_from, config))
     with processes.shared_error("the inputs cannot be read"):
-        for check in checks if processes.is_main else []:
+        for check_input in checks if processes.is_main else []:
             try:
-                check()
+                check_input()
             except Unreachable as error:
                 logger.warning("note       not checked: %s", error)
 

@@ -27,7 +27,7 @@ from recipe.config import DEFAULTS, UNDECIDED, ModelConfig, OptimizerConfig, cou
 from recipe.data.tokenizer import GPT2Tokenizer
 from recipe.optim.schedule import lr_at
 from recipe.utils.errors import UserError, writing
-from recipe.utils.files import fsync, replace_file
+from recipe.utils.files import fsync, replace_file, unused_path
 from recipe.utils.units import some
 
 logger = logging.getLogger(__name__)
@@ -54,8 +54,7 @@ def run_directory(path: Path, *, fresh: bool = False) -> Generator[int, None, No
     target = path.resolve()  # the target of a link may not exist yet
     if fresh and target.is_dir() and {entry.name for entry in target.iterdir()} - {LOCK, OWNER}:
         with run_directory(path), writing(path, "fix that, or choose another output_dir"):
-            numbered_paths = (target.with_name(f"{target.name}.old-{n}") for n in count(1))
-            old_path = next(p for p in numbered_paths if not os.path.lexists(p))  # not even a broken link
+            old_path = unused_path(target, f"{target.name}.old-{{}}")
             target.rename(old_path)
         logger.info("fresh      moved the earlier run to %s", old_path)
     with ExitStack() as stack:

@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager, suppress
-from itertools import count
 from pathlib import Path
 
 import torch
@@ -25,7 +24,7 @@ from recipe.monitor.trackers import Tracker
 from recipe.optim.schedule import lr_at
 from recipe.utils.checkpoints import read_metrics
 from recipe.utils.errors import writing
-from recipe.utils.files import replace_file
+from recipe.utils.files import replace_file, unused_path
 
 logger = logging.getLogger(__name__)
 Mean = Callable[[torch.Tensor], torch.Tensor]  # over all processes; a collective call
@@ -251,8 +250,7 @@ class MetricsLog:
             last_step = max((record["step"] for record in records), default=0)
             starts_over = first_step == 0 < last_step
             if starts_over or any(saves(step) for step in range(first_step + 1, last_step)):
-                numbered_paths = (path.with_name(f"metrics.old-{n}.jsonl") for n in count(1))
-                old_path = next(p for p in numbered_paths if not os.path.lexists(p))
+                old_path = unused_path(path, "metrics.old-{}.jsonl")
                 replace_file(old_path, path.read_bytes())
                 what = "no checkpoint: the run starts over" if starts_over else f"the run is back at step {first_step}"
                 logger.warning("note       %s; the earlier curve is kept in %s", what, old_path)

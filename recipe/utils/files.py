@@ -3,6 +3,7 @@
 import errno
 import hashlib
 import os
+from itertools import count
 from pathlib import Path
 
 
@@ -30,6 +31,13 @@ def fsync(path: Path) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+def unused_path(path: Path, pattern: str) -> Path:
+    """The first path beside `path` that does not exist, not even as a broken link, of those that `pattern` names for
+    1, 2, ..., such as "run.old-{}"."""
+    paths = (path.with_name(pattern.format(number)) for number in count(1))
+    return next(unused for unused in paths if not os.path.lexists(unused))
 
 
 def nearest_directory(path: Path) -> Path:
