@@ -97,6 +97,10 @@ def test_the_trial_reads_the_shards_that_a_glob_names(shards, tmp_path, monkeypa
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(
+    "AVX512" not in torch.backends.cpu.get_cpu_capability(),
+    reason="this processor emulates bf16, in which 20 steps would take longer than a check may",
+)
 def test_a_wrong_kernel_and_a_damaged_checkpoint_are_named(tmp_path):
     """An attention that is 10 % off, and a flipped bit in a checkpoint's weights."""
     fault = {"RECIPE_FAULT": "wrong@kernel.saved"}
