@@ -92,15 +92,8 @@ class Runs:
         if (seconds_left := self._deadline - time.monotonic()) < 60:
             raise TimeUp
         steps, warmup = run["max_steps"], round(run["max_steps"] * fields["warmup"])
-        flags = (
-            QUIET
-            | self.size.recipe
-            | SCHEDULE
-            | self._data
-            | fields
-            | run
-            | {"optim": optimizer, "warmup_steps": warmup}
-        )
+        flags = QUIET | self.size.recipe | SCHEDULE | self._data | fields | run
+        flags |= {"optim": optimizer, "warmup_steps": warmup}
         flags |= {"config": "recipe/configs/gpt2.yaml", "streaming": False, "save_total_limit": 1}
         flags |= dict.fromkeys(("save_steps", "eval_steps"), max(1, steps // 5)) | {"max_hours": seconds_left / 3600}
         del flags["warmup"]

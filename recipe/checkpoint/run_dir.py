@@ -54,7 +54,7 @@ def run_directory(path: Path, *, fresh: bool = False) -> Generator[int, None, No
     target = path.resolve()  # the target of a link may not exist yet
     if fresh and target.is_dir() and {entry.name for entry in target.iterdir()} - {LOCK, OWNER}:
         with run_directory(path), writing(path, "fix that, or choose another output_dir"):
-            old_path = unused_path(target, f"{target.name}.old-{{}}")
+            old_path = unused_path(target.with_name(f"{target.name}.old-"))
             target.rename(old_path)
         logger.info("fresh      moved the earlier run to %s", old_path)
     with ExitStack() as stack:

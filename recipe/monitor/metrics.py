@@ -250,7 +250,7 @@ class MetricsLog:
             last_step = max((record["step"] for record in records), default=0)
             starts_over = first_step == 0 < last_step
             if starts_over or any(saves(step) for step in range(first_step + 1, last_step)):
-                old_path = unused_path(path, "metrics.old-{}.jsonl")
+                old_path = unused_path(path.with_name("metrics.old-"), ".jsonl")
                 replace_file(old_path, path.read_bytes())
                 what = "no checkpoint: the run starts over" if starts_over else f"the run is back at step {first_step}"
                 logger.warning("note       %s; the earlier curve is kept in %s", what, old_path)

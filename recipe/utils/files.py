@@ -33,10 +33,9 @@ def fsync(path: Path) -> None:
         os.close(descriptor)
 
 
-def unused_path(path: Path, pattern: str) -> Path:
-    """The first path beside `path` that does not exist, not even as a broken link, of those that `pattern` names for
-    1, 2, ..., such as "run.old-{}"."""
-    paths = (path.with_name(pattern.format(number)) for number in count(1))
+def unused_path(path: Path, suffix: str = "") -> Path:
+    """The first of `path` followed by 1, 2, ... and the suffix that does not exist, not even as a broken link."""
+    paths = (path.with_name(f"{path.name}{number}{suffix}") for number in count(1))
     return next(unused for unused in paths if not os.path.lexists(unused))
 
 

@@ -108,9 +108,9 @@ def exit_process(code: int) -> NoReturn:
     3.13, that aborts a process (exit code -6) in which a thread of Gloo, having finished the last collective call, has
     yet to release its tensors. DeepSpeed and others keep the groups, so destroying them does not wait for the threads.
 
-    A SIGTERM or SIGHUP during the interpreter's end, which can take a second, would replace the exit code.
+    A signal to stop during the interpreter's end, which can take a second, would replace the exit code.
     """
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         atexit._run_exitfuncs()
