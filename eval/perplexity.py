@@ -57,15 +57,21 @@ def val_shards(data: str) -> dict[Path, str]:
     return digests
 
 
-def shard_windows(data: str, sequence_length: int, vocab_size: int = GPT2_TOKENS) -> tuple[np.ndarray, dict[str, str]]:
-    """The windows of the shards of `val_shards`, (N, T + 1), uint16, and the first 12 digits of each file's SHA-256.
-    `vocab_size` is that of their tokenizer."""
+def shard_windows(
+    data: str, sequence_length: int, vocab_size: int = GPT2_TOKENS, limit: int | None = None
+) -> tuple[np.ndarray, int, dict[str, str]]:
+    """The first `limit` windows (default: all) of the shards of `val_shards`, (N, T + 1), uint16, the number of all
+    windows, and the first 12 digits of each file's SHA-256. `vocab_size` is that of their tokenizer."""
     digests, T = val_shards(data), sequence_length
-    shards = (ShardReader(path, vocab_size) for path in digests)
-    windows = np.concatenate([s.runs(np.arange(0, len(s) - T, T), T + 1) for s in shards])
-    if not len(windows):
+    shards = [ShardReader(path, vocab_size) for path in digests]
+    starts = [range(0, len(shard) - T, T) for shard in shards]
+    if not (available := sum(map(len, starts))):
         raise common.UserError(f"--data {data}: no shard has {sequence_length + 1:,} tokens. Lower --sequence_length")
-    return windows, {path.name: digest[:12] for path, digest in digests.items()}
+    windows, remaining = [], limit or available
+    for shard, shard_starts in zip(shards, starts, strict=True):
+        windows.append(shard.runs(np.array(shard_starts[:remaining], np.int64), T + 1))
+        remaining -= len(windows[-1])
+    return np.concatenate(windows), available, {path.name: digest[:12] for path, digest in digests.items()}
 
 
 def check_tokens(data: str, loaded: common.Loaded, windows: np.ndarray) -> None:
@@ -144,14 +150,14 @@ def choose_windows(args: argparse.Namespace, loaded: common.Loaded) -> tuple[np.
         first_name = source[0]["name"]
         raise common.UserError(f"the model was trained on {len(source)} data sets. Name one: --data {first_name}")
     local_source = os.path.expanduser(source)  # trainer_state.json has ~ for the home directory
-    windows, files = shard_windows(local_source, length, max(loaded.tokenizer.get_vocab().values()) + 1)
     limit = args.limit_windows
     if not args.data and not limit and "eval_tokens" in config:
         limit = max(1, config["eval_tokens"] // length)  # as many as a validation during training
+    vocab_size = max(loaded.tokenizer.get_vocab().values()) + 1
+    windows, available, files = shard_windows(local_source, length, vocab_size, limit)
     data_info = {"data": source, "files": files, "sequence_length": length, "limit_windows": args.limit_windows}
-    data_info["of_windows"] = len(windows)
-    check_tokens(local_source, loaded, windows[:limit])
-    return windows[:limit], data_info
+    check_tokens(local_source, loaded, windows)
+    return windows, data_info | {"of_windows": available}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

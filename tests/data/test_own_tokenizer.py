@@ -246,7 +246,7 @@ def test_nanogpts_files_of_a_vocabulary_larger_than_gpt2s_are_read(tmp_path):
         row.astype(np.uint16).tofile(tmp_path / f"{split}.bin")
     command = run_flags(tmp_path, tokenizer=tokenizer, dataset_name=tmp_path, max_steps=1, warmup_steps=0)
     assert "step 1:" in ok(run_train(*command, cwd=tmp_path)).stdout
-    windows, _ = shard_windows(str(tmp_path / "val.bin"), 32, 60_000)
+    windows, *_ = shard_windows(str(tmp_path / "val.bin"), 32, 60_000)
     assert windows[0].tolist() == ids[1][:33].tolist()
     command = tiny_flags(tmp_path, tmp_path / "gpt2")
     assert "train.bin: not a shard of llm.c" in refused(run_train(*command, cwd=tmp_path))

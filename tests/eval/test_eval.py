@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import sys
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -133,9 +134,26 @@ def test_a_glob_is_read_as_the_trainer_reads_it(model_dir, tmp_path, command):
 def test_build_nanogpts_arrays_are_read_as_the_trainer_reads_them(tmp_path):
     for split in ("train", "val"):
         np.save(tmp_path / f"edu_fineweb_{split}_000000.npy", np.arange(600, dtype=np.uint16))
-    windows, files = perplexity.shard_windows(str(tmp_path), 32)
+    windows, _, files = perplexity.shard_windows(str(tmp_path), 32)
     assert (len(windows), list(files)) == (18, ["edu_fineweb_val_000000.npy"])
     assert [shard.path.name for shard in find_shards(str(tmp_path), "val")] == [*files]
+
+
+def test_the_memory_of_an_evaluation_is_that_of_its_windows(tmp_path):
+    """OpenWebText's train.bin has 17 GB; a limit takes the first windows of the files together."""
+    for number in range(2):
+        write_shard(shard := tmp_path / f"val_{number}.bin", np.arange(65, dtype=np.uint16) + 100 * number)
+        if number:
+            with shard.open("r+b") as file:
+                file.seek(8)
+                file.write(np.array([50_000_000], "<i4").tobytes())
+                file.truncate(1024 + 100_000_000)
+    tracemalloc.start()
+    windows, available, _ = perplexity.shard_windows(str(tmp_path), 32, limit=3)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert ([window[0] for window in windows], available) == ([0, 32, 100], 2 + 49_999_999 // 32)
+    assert peak < 5e6
 
 
 def test_prepared_shards_are_those_of_the_manifest(model_dir, tmp_path, command):
@@ -144,7 +162,7 @@ def test_prepared_shards_are_those_of_the_manifest(model_dir, tmp_path, command)
     write_shard(tmp_path / "other_val.bin", np.full(33, 2))
     entry = {"file": "val_000000.bin", "split": "val", "sha256": sha256_of(tmp_path / "val_000000.bin")}
     (tmp_path / "manifest.json").write_text(json.dumps({"shards": [entry]}))
-    (window,), files = perplexity.shard_windows(str(tmp_path), 32)
+    (window,), _, files = perplexity.shard_windows(str(tmp_path), 32)
     assert (window[0], list(files)) == (1, ["val_000000.bin"])
     write_shard(tmp_path / "val_000000.bin", np.full(33, 3))
     with pytest.raises(common.UserError, match=r"val_000000\.bin is not the shard that its manifest\.json describes"):
