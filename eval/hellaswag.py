@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from eval import common
-from eval.loglikelihood import LanguageModel, Request, score
+from eval.loglikelihood import LanguageModel, Request, score_groups
 from eval.published import HELLASWAG, HELLASWAG_ROWS, SOURCES, STYLES
 from eval.scores import ci95, hellaswag_scores
 
@@ -60,7 +60,7 @@ def encode_row(encode: Callable[[str], list[int]], row: dict, style: str) -> tup
 def score_rows(model: LanguageModel, rows: Sequence[dict], *, batch_size: int = 16, desc: str = "") -> Scores:
     """The rows' scores in each style, from ceil(len(rows) / batch_size) calls of the model."""
     requests, lengths = zip(*(encode_row(model.encode, row, style) for style in STYLES for row in rows), strict=True)
-    sums = score(model, requests, batch_size * len(STYLES), desc)
+    sums = score_groups(model, requests, batch_size * len(STYLES), desc)
     shape = len(STYLES), len(rows), -1
     log_likelihoods, lengths = np.reshape(sums, shape), np.reshape(lengths, shape)
     return {style: (log_likelihoods[i], lengths[i]) for i, style in enumerate(STYLES)}

@@ -67,7 +67,7 @@ class Row:
     counts: list[int]
 
 
-def score(
+def score_groups(
     model: LanguageModel, groups: Sequence[Sequence[Request]], batch_size: int, desc: str = ""
 ) -> list[list[float]]:
     """The summed log-likelihood, in nats, of each request, from ceil(len(groups) / batch_size) calls of the model. The

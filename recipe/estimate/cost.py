@@ -69,10 +69,10 @@ def _caveat(measured: int, count: int) -> str:
 
 
 @lru_cache
-def cpu_flops(precision: str, size: int = 256) -> float:
+def cpu_flops(precision: str) -> float:
     """FLOP/s of this process's CPU threads: the fastest matrix product of one thread in a tenth of a second, times the
     number of threads. (Several threads would wait for the slowest, which says little on a busy machine.)"""
-    a = torch.ones(size, size, dtype=torch.bfloat16 if precision == "bf16" else torch.float32)
+    a = torch.ones(256, 256, dtype=torch.bfloat16 if precision == "bf16" else torch.float32)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     a @ a  # prepares the kernel
@@ -81,4 +81,4 @@ def cpu_flops(precision: str, size: int = 256) -> float:
         a @ a
         fastest = min(fastest, time.perf_counter() - start)
     torch.set_num_threads(threads)
-    return threads * 2 * size**3 / fastest
+    return threads * 2 * 256**3 / fastest

@@ -39,7 +39,7 @@ def model_card(checkpoint: Path, *, repo: str = "", license: str = "", audit: bo
     """
     state = redacted(state_of(checkpoint))
     state["config"] = config = DEFAULTS | state["config"]  # an older checkpoint lacks newer fields
-    step, parts, texts = state["step"], state["about"], data_sets(state)
+    step, parts, texts = state["step"], state["about"], training_texts(state)
     lines = [line for line in read_metrics(checkpoint.resolve().parent / "metrics.jsonl") if line["step"] <= step]
     last_line = next((line for line in reversed(lines) if line["step"] == step), {})
     results = redacted(own_results(checkpoint))
@@ -137,7 +137,7 @@ def plain(value) -> str:
     return re.sub(r"([\\`*\[\]<>|~$&]|(?<!\w)_|_(?!\w))", r"\\\1", text)
 
 
-def data_sets(state: dict) -> list[dict]:
+def training_texts(state: dict) -> list[dict]:
     """Each training data set in a trainer_state.json: {"text", "name", "share", "state"}, the text it was made from,
     its name in the run, its share of the mixture, and the state that identifies its shards; with {"id", "commit",
     "subset", "split"} for a data set on the Hub, or {"files"}. The configured `train_text` is not used, since existing

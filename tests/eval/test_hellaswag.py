@@ -10,7 +10,7 @@ import torch
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 from eval import hellaswag
-from eval.loglikelihood import LanguageModel, Request, score
+from eval.loglikelihood import LanguageModel, Request, score_groups
 from eval.published import ACCURACIES
 from tests.eval.conftest import local_tasks
 
@@ -119,7 +119,7 @@ def test_too_long_requests_lose_their_context_first():
 
     model = LanguageModel(uniform, lambda logits: logits, letters, 3, torch.device("cpu"))
     # Each in a row of its own, since they no longer have the same context.
-    (scores,) = score(model, [[Request([1, 2, 3, 4, 5, 6], 2), Request([1, 2, 3, 4, 5, 6], 5)]], batch_size=1)
+    (scores,) = score_groups(model, [[Request([1, 2, 3, 4, 5, 6], 2), Request([1, 2, 3, 4, 5, 6], 5)]], batch_size=1)
     assert seen == [([[3, 4, 5], [3, 4, 5]], [[0, 1, 2], [0, 1, 2]])]
     assert scores == pytest.approx([-2 * np.log(128), -3 * np.log(128)], abs=1e-5)
 
@@ -158,7 +158,7 @@ def test_endings_that_change_the_contexts_last_tokens_share_only_what_is_before_
     """As where the context and an ending, encoded as one text, make another token of the context's last letters."""
     model, texts = tiny_gpt2().lm, ([1, 2, 3, 4, 5], [1, 2, 9, 4, 5], [1, 2, 3, 8])
     models = model, dataclasses.replace(model, shares_contexts=False)
-    (shared,), (separate,) = (score(m, [[Request(text, 1) for text in texts]], batch_size=1) for m in models)
+    (shared,), (separate,) = (score_groups(m, [[Request(text, 1) for text in texts]], batch_size=1) for m in models)
     assert shared == pytest.approx(separate, abs=2e-3)
 
 
