@@ -23,6 +23,7 @@ from recipe.utils.checkpoints import checkpoints, manifest_of, newest_run, probl
 from recipe.utils.download import HUB_TIMEOUT_S, within
 from recipe.utils.errors import ArgumentParser, ExitCode, UserError, first_line, in_words, no_safetensors, reading
 from recipe.utils.files import replace_file
+from recipe.utils.log import escape_output
 from recipe.utils.redaction import redact
 from recipe.utils.schema import check
 from recipe.utils.units import plural
@@ -105,12 +106,13 @@ def positive_int(text: str) -> int:
 
 
 def utf8(text: str) -> str:
-    """An argparse type: text as typed, with U+FFFD for bytes that are not UTF-8."""
+    """Text as typed, with U+FFFD for bytes that are not UTF-8."""
     return text.encode(errors="surrogateescape").decode(errors="replace")
 
 
 def run_main(main: Callable[[], None]) -> None:
     """Runs a command. A user error becomes one line on stderr and exit code 2, Ctrl-C becomes exit code 130."""
+    escape_output()
     try:
         main()
     except KeyboardInterrupt:

@@ -269,6 +269,8 @@ def read_text(request: argparse.Namespace, config: Config, strategy: Strategy) -
     flops = best.tokens * guess.flops(best.size)
     train_own = flops < OWN_TOKENIZER_BELOW and "tokenizer" not in request.given
     text = None
+    train = f", and training a tokenizer of {OWN_VOCAB_SIZE:,} tokens on it" if train_own else ""
+    logger.info("text       reading %s%s", request.text, train)
     with processes.shared_error("the text cannot be read"):
         if processes.is_main:
             needed_bytes = 2 * best.tokens * ENGLISH

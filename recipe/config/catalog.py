@@ -58,8 +58,9 @@ def _directory_of(text: str, data: DataConfig) -> str:
         stem = "-".join(filter(None, (path.name, data.dataset_config, split, tokenizer)))
         del settings["val_fraction"]  # for local text only
     else:
-        path = path.parent if glob.has_magic(path.name) else path
+        path = path.parent if glob.has_magic(path.name) and not path.exists() else path
         stem = re.sub(r"[^\w-]+", "-", path.name.split(".")[0]).strip("-") or "text"
+        stem = stem.encode()[:200].decode(errors="ignore")  # a name has at most 255 bytes
         text = str(Path(text).absolute())
     return f"data/{stem}-{hashlib.sha256(json.dumps([text, settings]).encode()).hexdigest()[:8]}"
 
@@ -85,6 +86,8 @@ def text_files(name: str) -> tuple[list[Path], list[Path]]:
     list. Raises UserError for a directory that cannot be read, or that Datasets' save_to_disk wrote."""
     directory = Path(name)
     if not directory.is_dir():  # tests for a file first: its name may contain a bracket
+        if directory.parent.is_dir():  # whose name may contain a bracket, too
+            name = os.path.join(glob.escape(str(directory.parent)), directory.name)
         paths = [directory] if directory.is_file() else [*map(Path, glob.glob(name, recursive=True))]
         by_place: dict[tuple[str, str], Path] = {}
         for path in sorted(paths, key=lambda path: len(path.parts)):  # ** follows links, also to a directory above

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import accumulate, pairwise, takewhile
+from itertools import accumulate, chain, pairwise, takewhile
 from pathlib import Path
 from typing import BinaryIO
 
@@ -37,13 +37,16 @@ _SAFE_CUTS = re.compile(r"[^\W_](?=[ \n])"), re.compile(r"\S(?=[ \n])")
 _BATCH_CHARS = 1 << 17  # characters that a thread tokenizes at once; more if one piece is longer
 _WAY_OUT = (
     "is it complete, and UTF-8? Unpack it, or convert it: iconv -f ENCODING -t UTF-8 FILE > NEW, where ENCODING is "
-    "often UTF-16, CP1252 (Western), CP1251 (Cyrillic) or SHIFT_JIS, and look at NEW; iconv -c -f UTF-8 -t UTF-8 drops "
-    "invalid bytes"
+    "often CP1252 (Western), CP1251 (Cyrillic), GB18030, BIG5, SHIFT_JIS or EUC-KR, and look at NEW; iconv -c -f UTF-8 "
+    "-t UTF-8 drops invalid bytes"
 )
 # Of files that are not text: how they begin, and what to do.
 _NOT_TEXT = {
     b"PK\x03\x04": "a ZIP archive, as .docx, .odt and .epub are: unpack it, or save its text as .txt",
     b"%PDF-": "a PDF: convert it by pdftotext",
+    b"\xfd7zXZ": "compressed by xz: unpack it by xz -dk",
+    b"\xff\xfe": "text in UTF-16: convert it by iconv -f UTF-16 -t UTF-8 FILE > NEW",
+    b"\xfe\xff": "text in UTF-16: convert it by iconv -f UTF-16 -t UTF-8 FILE > NEW",
 }
 _JSON_FORMAT = "expected one object per line, or in .json an array of objects"
 
@@ -278,7 +281,11 @@ class TextFiles:
         is_binary = "\0" in chunk[:1000]  # as are archives, and English in UTF-16
         while chunk:
             if is_binary or chunk.count("\0") > len(chunk) / 4:  # as at the end of an interrupted copy
-                raise ValueError("it holds NUL characters")
+                raise UserError(
+                    f"{packed_file.name} cannot be read (it holds NUL characters); unpack it if it is an archive, copy "
+                    "it again if it is incomplete; iconv -f UTF-16LE -t UTF-8 FILE > NEW converts text in UTF-16, tr "
+                    "-d '\\0' < FILE > NEW drops the characters"
+                )
             self.position = start + packed_file.tell()
             yield chunk
             chunk = file.read(MAX_PIECE)
@@ -303,13 +310,18 @@ def _rows_of(file: io.TextIOWrapper, column: Column, path: Path) -> Iterator[tup
     """Yields (location, row) of a table. Raises UserError for a row that has more fields than the header or ends before
     the column: text would be lost."""
     csv.field_size_limit(2**31 - 1)
-    separator = "," if text_suffix(path) == ".csv" else "\t"
-    table = csv.DictReader(file, delimiter=separator, strict=True)
+    first_line = next((line for line in file if line.strip()), "")  # that of an empty table is an empty text
+    if "\r" in first_line.strip():
+        raise UserError(f"{path}: its lines end in CR; convert it: tr '\\r' '\\n' < FILE > NEW")
+    # Excel writes ; where people write decimals with a comma.
+    separators = [",", ";", "\t"] if text_suffix(path) == ".csv" else ["\t"]
+    names_by = {s: next(csv.reader([first_line], delimiter=s), []) for s in separators}
+    separator = next((s for s in separators if column.name in names_by[s]), separators[0])
+    table = csv.DictReader(chain([first_line], file), delimiter=separator, strict=True)
     try:
-        while table.fieldnames == []:  # a blank line before the header
-            table.fieldnames = None
-        if header := table.fieldnames:  # an empty table is an empty text
-            column.check_is_in(header, str(path), f"; the first line must name the columns, separated by {separator!r}")
+        if header := table.fieldnames:
+            names = " or ".join(map(repr, separators))
+            column.check_is_in(header, str(path), f"; the first line must name the columns, separated by {names}")
             if header.count(column.name) > 1:
                 raise UserError(f"{path}: {header.count(column.name)} columns are called {column.name!r}; rename one")
         for row in table:

@@ -3,6 +3,7 @@
 INFO and WARNING go to standard output; the error that ends a program goes to standard error (engine/launch.py).
 """
 
+import io
 import logging
 import os
 import sys
@@ -37,8 +38,15 @@ def print_error(text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
+def escape_output() -> None:
+    """From now on standard output has escapes such as \\u4eca for characters that its encoding lacks."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # not in a notebook
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
 def set_up_logging(*, main: bool = True) -> None:
     """Lets the logger `recipe` print, on the `main` process only. Call it once in each process."""
+    escape_output()
     logger = logging.getLogger("recipe")
     logger.handlers = [_ProgressBarHandler() if main else logging.NullHandler()]
     logger.setLevel(logging.INFO)

@@ -364,6 +364,17 @@ def test_no_text_is_skipped_silently_or_read_twice(tmp_path):
     assert is_text(str(tmp_path))
 
 
+def test_names_with_brackets_and_long_ones_are_those_of_files(tmp_path):
+    (tmp_path / "a [1]").mkdir()
+    for name in ("words.txt", "b [2].txt", f"{'語' * 83}.txt"):
+        (tmp_path / "a [1]" / name).write_text(TEXT)
+    assert text_files(f"{tmp_path}/a [1]/w*.txt")[0] == [tmp_path / "a [1]/words.txt"]
+    for name, start in (("b [2].txt", "b-2-"), ("w*.txt", "a-1-"), (f"{'語' * 83}.txt", "語" * 66 + "-")):
+        data = parse_config([f"--dataset_name={tmp_path}/a [1]/{name}"]).data
+        assert Path(data.dataset_name).name.startswith(start)
+        assert len(os.fsencode(Path(data.dataset_name).name)) < 255
+
+
 @pytest.mark.parametrize("name", ["texts", "texts/*.txt"])
 def test_a_link_to_a_text_that_is_read_anyway_is_a_warning_and_not_more_text(workdir, caplog, name):
     """Its second copy would be trained on, although the first is held out, or the other way round."""

@@ -5,6 +5,7 @@ import csv
 import gzip
 import io
 import json
+import lzma
 import os
 import re
 import signal
@@ -69,7 +70,10 @@ def archive(name: str, text: str) -> bytes:
 
 @pytest.mark.parametrize(
     "kind",
-    ["ndjson", "jsonl.gz", "json.bz2", "JSONL.ZST", "array.json", "csv", "TSV.gz", "parquet", "directory", "glob"],
+    [
+        *("ndjson", "jsonl.gz", "json.bz2", "JSONL.ZST", "array.json", "csv", "semicolons.csv", "tabs.csv", "TSV.gz"),
+        *("parquet", "directory", "glob"),
+    ],
 )
 def test_every_format_gives_the_same_bytes(reference, tmp_path, kind, capsys):
     """A directory's other files are skipped, and logged; a glob reads all that it matches."""
@@ -92,7 +96,8 @@ def test_every_format_gives_the_same_bytes(reference, tmp_path, kind, capsys):
     elif "sv" in kind.lower():
         with opener(text, "wb") as file, io.TextIOWrapper(file, newline="") as lines:
             lines.write("\n" if "T" in kind else "")  # before the header
-            table = csv.writer(lines, delimiter="\t" if "T" in kind else ",")
+            delimiter = {"TSV.gz": "\t", "tabs.csv": "\t", "semicolons.csv": ";", "csv": ","}[kind]
+            table = csv.writer(lines, delimiter=delimiter)
             table.writerows([["id", "text"], *([1, document] for document in DOCUMENTS)])
     else:
         write_jsonl(text, opener=opener)
@@ -402,7 +407,12 @@ def zipped(data: bytes) -> bytes:
         ("d.tsv", b"id\ttext\n1\ta\n2\n", r", line 3: fields unlike the header; quote .* '\\t'"),
         ("d.csv", b"id,body\n1,a\n", "there are: id, body.*--text_column; the first line must name the columns"),
         ("d.csv", b"y" * 3000 + b"\n", r"no column 'text'; there are: y{40}\. Choose"),
-        ("d.csv", b"id;text;note\n1;a;b\n", r"there are: id;text;note\. .* must name the columns, separated by ','"),
+        (
+            "d.csv",
+            b"id;body;note\n1;a;b\n",
+            r"there are: id;body;note\. .* must name the columns, separated by ',' or ",
+        ),
+        ("d.csv", b"id,text\r1,a\r", r": its lines end in CR; convert it: tr '\\r' '\\n' < FILE > NEW"),
         ("d.tsv", b"id,text\n1,a\n", r": no column 'text'; there are: id,text\. .* separated by '\\t'"),
         ("d.csv", b"text,text\na,b\n", "2 columns are called 'text'; rename one"),
         ("d.csv", b"", "holds no text"),
@@ -415,15 +425,24 @@ def zipped(data: bytes) -> bytes:
         ),
         ("d.jsonl", b'{"text": "caf\xe9"}', r" cannot be read \(not UTF-8: byte 0x"),
         ("d.csv", b"text\n" + b"plain\n" * 300_000 + b"caf\xe9\n", r"not UTF-8: byte 0xe9 in line 300002\)"),
-        ("d.txt.gz", zipped("naïve\n".encode() * 300_000 + "é".encode()[:1]), r"UTF-8: byte 0xc3 in line 300001\)"),
-        ("d.txt", "plain".encode("utf-16"), r" cannot be read \(not UTF-8: byte 0x"),
-        ("d.txt", "plain".encode("utf-16-le"), r" cannot be read \(it holds NUL .* is often UTF-16, CP1252 "),
+        (
+            "d.txt.gz",
+            zipped("naïve\n".encode() * 300_000 + "é".encode()[:1]),
+            r"UTF-8: byte 0xc3 in line 300001\)",
+        ),
+        ("d.txt", "plain".encode("utf-16"), r" is text in UTF-16: convert it by iconv -f UTF-16 -t UTF-8 FILE > NEW$"),
+        (
+            "d.txt",
+            "plain".encode("utf-16-le"),
+            r" cannot be read \(it holds NUL .* iconv -f UTF-16LE -t UTF-8 .* tr -d",
+        ),
+        ("d.txt.xz", lzma.compress(b"plain"), r" is compressed by xz: unpack it by xz -dk$"),
         ("d.txt", "plain".encode("utf-32-be"), r" cannot be read \(it holds NUL characters\)"),
         ("d.txt", b"plain " * 400 + bytes(2000), r" cannot be read \(it holds NUL characters\)"),
         ("d.txt.gz", zipped(b"caf\xe9"), r" cannot be read \(not UTF-8: byte 0x"),
         ("d.txt", zipped(b"plain"), r" cannot be read \(not UTF-8: byte 0x8b in line 1\); .* Unpack it, or convert it"),
         ("d.txt.zst", b"nonsense", " cannot be read"),
-        ("d.tar.gz", gzip.compress(archive("a.txt", 5 * TEXT[:9000])), r" cannot be read \(it holds NUL .* Unpack it"),
+        ("d.tar.gz", gzip.compress(archive("a.txt", 5 * TEXT[:9000])), r" cannot be read \(it holds NUL .* unpack it"),
         ("d.txt", b"\xef\xbb\xbf", "holds no text"),
         ("d.txt", b"word " * 3000, r": val_fraction 0\.0001 of 3,00\d tokens is less than one; raise val_fraction"),
         ("d.txt", b"a few words", r": 4 tokens, too few .* sequence_length \+ 1 = 1,025 tokens each; give more text"),

@@ -1,8 +1,10 @@
 """GPT-2's tokenizer: tiktoken and transformers give the same ids, and training text is never parsed."""
 
 import gc
+import random
 import tempfile
 import threading
+import time
 
 import pytest
 from hypothesis import example, given, settings
@@ -12,7 +14,7 @@ from tokenizers import Regex, pre_tokenizers
 
 from recipe.data import documents
 from recipe.data.documents import MAX_PIECE, Piece, in_pieces, tokenized
-from recipe.data.tokenizer import END_OF_TEXT, encode, encoding, hf_tokenizer, open_tokenizer
+from recipe.data.tokenizer import END_OF_TEXT, encode, encoding, hf_tokenizer, open_tokenizer, train_tokenizer
 from tests.conftest import ROOT
 
 
@@ -104,6 +106,18 @@ def test_an_abandoned_reader_is_collected_without_waiting_for_a_thread():
     with getattr(threading, "_shutdown_locks_lock", threading.Lock()):
         is_locked.set()
         assert is_collected.wait(10)
+
+
+def test_a_tokenizer_is_trained_on_text_without_blanks_in_seconds(tmp_path):
+    """As Chinese without punctuation: two seconds, where one word of this length would take minutes."""
+    draw = random.Random(0)
+    text = "".join(chr(draw.randint(0x4E00, 0x9FFF)) for _ in range(200_000))
+    started = time.monotonic()
+    tokenizer = open_tokenizer(str(train_tokenizer([text], tmp_path / "own", vocab_size=4096)))
+    assert time.monotonic() - started < 60
+    (tokens,) = tokenizer.encode([text])
+    assert (tokenizer.vocab_size, len(tokens) < 400_000) == (4096, True)
+    assert tokenizer.decode(tokens.tolist()).decode() == text
 
 
 def test_pieces_of_a_text_without_blanks_are_bounded():

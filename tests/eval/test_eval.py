@@ -334,6 +334,14 @@ def test_interactive_continues_what_is_piped_in(loaded, model_dir, command, tmp_
     assert not list(tmp_path.iterdir())
 
 
+def test_what_a_terminal_cannot_show_is_printed_as_escapes(model_dir, command, monkeypatch):
+    screen = io.TextIOWrapper(written := io.BytesIO(), encoding="latin-1")
+    monkeypatch.setattr(sys, "stdout", screen)
+    common.run_main(lambda: command(sample, model_dir, "--prompt", "schön 今天", "--max_new_tokens", 2))
+    screen.flush()
+    assert b"sch\xf6n \\u4eca\\u5929" in written.getvalue()
+
+
 def test_bytes_of_a_prompt_that_are_not_utf8_are_replaced(model_dir, command, tmp_path, capsys):
     prompt, output = os.fsdecode(b"caf\xe9"), tmp_path / "results.json"
     command(sample, model_dir, "--prompt", prompt, "--max_new_tokens", 2)
