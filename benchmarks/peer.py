@@ -66,7 +66,7 @@ def bare_loop(config: Config, kind: str) -> None:
     else:
         model, loss_function, optimizer = nanogpt(config, kind, target)
     if run.torch_compile:
-        hardware.compile_graph(model, run.torch_compile_mode)
+        hardware.compile_in_place(model, run.torch_compile_mode)
     autocast_dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(run.precision)
     scaler = torch.amp.GradScaler(target.type, enabled=run.precision == "fp16")
     data, log = dataset(config), Log(config)

@@ -83,7 +83,7 @@ class CheckpointManager:
         if step <= self._saved_step:
             return
         processes, self._saved_step = self._strategy.runtime.processes, step
-        self._metrics.unwritten = dict(record)  # to which the evaluations are added meanwhile
+        self._metrics.unwritten = dict(record)  # a copy, since the loop adds evaluations to `record` meanwhile
         state = {
             "tokens": step * self._config.optimizer.total_batch_tokens,
             "optimizer_steps": steps_taken(self._optimizer),

@@ -52,7 +52,7 @@ class FsdpStrategy(Strategy):
         weights are gathered between them. A collective call."""
         if compile:
             for block in model.transformer.h:
-                hardware.compile_graph(block, compile)
+                hardware.compile_in_place(block, compile)
         policy = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16 if self.device.precision == "bf16" else None, reduce_dtype=torch.float32
         )

@@ -193,9 +193,9 @@ def nvidia_smi(*fields: str) -> dict[str, str]:
     return {}
 
 
-def compile_graph(model: torch.nn.Module, mode: str) -> None:
-    """Compiles the model as one graph, in place, which keeps `_orig_mod.` out of the parameters' names; `mode`
-    max-autotune tunes the kernels, any other does not."""
+def compile_in_place(module: torch.nn.Module, mode: str) -> None:
+    """Compiles a module in place, which keeps `_orig_mod.` out of the parameters' names; DDP splits its graph at the
+    ends of its buckets. `mode` max-autotune tunes the kernels, any other does not."""
     import torch._inductor.config as inductor
 
     if torch.are_deterministic_algorithms_enabled() and hasattr(inductor, "deterministic"):  # not in torch 2.9
@@ -204,7 +204,7 @@ def compile_graph(model: torch.nn.Module, mode: str) -> None:
         inductor.autotune_num_choices_displayed = 0
         logging.getLogger("torch._inductor.select_algorithm").setLevel(logging.CRITICAL)
     # CUDA graphs would reserve the memory of a full step, and saved an H200 half a millisecond of it (docs/log.md).
-    model.compile(dynamic=False, mode="max-autotune-no-cudagraphs" if mode == "max-autotune" else "default")
+    module.compile(dynamic=False, mode="max-autotune-no-cudagraphs" if mode == "max-autotune" else "default")
 
 
 def tune_cpu(local_world_size: int) -> None:

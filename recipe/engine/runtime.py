@@ -16,7 +16,8 @@ class Runtime:
     Attributes:
         processes: this process among all of them.
         sharding: zero1, zero2, zero3, fsdp or empty.
-        method, how: how they share the work, to print: "DDP"; "DDP over 8 processes".
+        method: the family of engines, also for one device: DDP, FSDP or ZeRO-1.
+        how: how they share the work, to print: "DDP over 8 processes".
         optimizers: the only supported values of `optim`; empty if all are supported.
         no_compile: why torch.compile is ignored; empty if it is not.
         stop: the signals that this process has received.

@@ -34,7 +34,7 @@ from recipe.utils.errors import UserError, first_line
 from recipe.utils.processes import Processes
 
 START_TIMEOUT = timedelta(minutes=10)  # until all processes have found each other; their imports take a while
-TIMEOUT = timedelta(minutes=40)  # of a collective; if a process dies, the others end at once, without waiting for this
+TIMEOUT = timedelta(minutes=40)  # of a collective: another node may wait for it when a process has died
 
 
 class Strategy:
@@ -62,7 +62,7 @@ class Strategy:
         """The strategy of this launch. A collective call. Raises UserError for a launch that it cannot train."""
         precision = hardware.resolve_precision(precision, cpu=wants("CPU"))
         mixed_precision = precision if precision in ("bf16", "fp16") else "no"
-        handlers = [DistributedDataParallelKwargs(gradient_as_bucket_view=True)]  # saves one copy of the gradients
+        handlers = [DistributedDataParallelKwargs(gradient_as_bucket_view=True)]  # saves a copy of the gradients
         handlers.append(InitProcessGroupKwargs(timeout=START_TIMEOUT))
         supported = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
         accelerator = start_accelerator(precision, mixed_precision, handlers, supported)
@@ -83,7 +83,7 @@ class Strategy:
         if compile and not self.runtime.no_compile:
             # regional: block by block, and all blocks run the code compiled for the first
             for module in model.transformer.h if compile == "regional" else [model]:
-                hardware.compile_graph(module, compile)
+                hardware.compile_in_place(module, compile)
 
     def prepare(
         self, model: nn.Module, optimizer: Optimizer, batch: BatchPlan, config: OptimizerConfig

@@ -43,7 +43,7 @@ def state_bytes(config: Config, world_size: int = 1, sharding: str = "", precisi
     model, N = config.model, parameter_count(config.model)
     weights = gradients = 4 * N
     moments = 8 * N - 4 * _muon_parameters(config)
-    if not sharding:  # DDP's buckets stay, and earlier micro-steps accumulate their gradients outside them
+    if not sharding:  # DDP's buckets stay; gradients lie outside them in earlier micro-steps and in the second step
         return weights + gradients + moments + (4 * N if world_size > 1 else 0)
     if sharding == "fsdp":
         root, block = (model.vocab_size + model.n_positions) * model.n_embd, 12 * model.n_embd**2 + 13 * model.n_embd

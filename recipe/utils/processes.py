@@ -1,5 +1,7 @@
 """The processes of a launch: the rank of this one, and how they communicate."""
 
+from __future__ import annotations
+
 import atexit
 import os
 import signal
@@ -14,7 +16,7 @@ import torch
 
 from recipe.utils.errors import Unreachable, UserError, is_transient
 
-TURN_TIMEOUT = timedelta(days=7)  # of one process in `in_turns`, such as preparing a large text
+LONG_TIMEOUT = timedelta(days=7)  # of preparing a large text, for example
 Result = TypeVar("Result")
 
 
@@ -88,18 +90,24 @@ class Processes:
             kind = Unreachable if self.anywhere(error is not None and is_transient(error)) else UserError
             raise kind(str(error or f"{failure} on another process; see its error message"))
 
-    def in_turns(self, action: Callable[[], Result], failure: str) -> Result:
-        """What `action` returns, which the main process calls first, then one process of each other node, then the
-        rest; none after one that has failed, as in `shared_error`. They wait in a group of their own, since preparing
-        text may take longer than the timeout of other collective calls."""
-        group = torch.distributed.new_group(backend="gloo", timeout=TURN_TIMEOUT) if self.cpu_group else None
-        own_turn, results = 0 if self.is_main else 1 if self.local_rank == 0 else 2, []
-        for turn in range(3):
-            with replace(self, cpu_group=group).shared_error(failure):
-                if turn == own_turn:
-                    results.append(action())
+    @contextmanager
+    def patiently(self) -> Generator[Processes, None, None]:
+        """Context: these processes, with a group in which they wait for each other for days and not for the timeout of
+        other collective calls."""
+        group = torch.distributed.new_group(backend="gloo", timeout=LONG_TIMEOUT) if self.cpu_group else None
+        yield replace(self, cpu_group=group)
         if group:
             torch.distributed.destroy_process_group(group)
+
+    def in_turns(self, action: Callable[[], Result], failure: str) -> Result:
+        """What `action` returns, which the main process calls first, then one process of each other node, then the
+        rest, `patiently`; none after one that has failed, as in `shared_error`."""
+        own_turn, results = 0 if self.is_main else 1 if self.local_rank == 0 else 2, []
+        with self.patiently() as processes:
+            for turn in range(3):
+                with processes.shared_error(failure):
+                    if turn == own_turn:
+                        results.append(action())
         return results[0]
 
 

@@ -543,16 +543,24 @@ def prepare(data, prepare=recipe.data.open.prepare):
     time.sleep(30)
     prepare(data)
 
+def start(*arguments, start=recipe.data.open.BuilderProcess):
+    time.sleep(30)
+    return start(*arguments)
+
 recipe.engine.strategy.TIMEOUT, recipe.data.open.prepare = timedelta(seconds=15), prepare
+recipe.data.open.BuilderProcess = start
 sys.exit(main(sys.argv[1:]))
 """
 
 
 @pytest.mark.slow
-def test_other_processes_wait_for_a_text_longer_than_for_a_collective_call(tmp_path):
-    """The main process prepares it for 30 s, and a collective call times out after 15 s (by default, 40 minutes)."""
-    (tmp_path / "d.txt").write_text(TEXT)
+@pytest.mark.parametrize("streaming", [False, True])
+def test_other_processes_wait_for_a_text_longer_than_for_a_collective_call(tmp_path, streaming):
+    """The main process prepares it, or starts its stream, for 30 s, and a collective call times out after 15 s (by
+    default, 40 minutes)."""
+    (tmp_path / "d.txt").write_text(f"{TEXT[:10_000]}<|endoftext|>{TEXT[10_000:]}")
     (tmp_path / "train.py").write_text(f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n{SLOW}")
     command = tiny_flags(tmp_path / "d.txt", tmp_path / "run", max_steps=2, warmup_steps=1)
+    command += ["--streaming=true", "--val_documents=1"] if streaming else []
     ok(launch("ddp", 2, tmp_path / "train.py", *command, cwd=tmp_path))
     assert by_step(tmp_path / "run")[2]["val_loss"] > 0

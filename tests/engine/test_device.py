@@ -184,7 +184,7 @@ def test_a_deterministic_run_is_compiled_by_torch_2_9_too(monkeypatch):
     monkeypatch.delitem(config._config, "deterministic", raising=False)
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     model = torch.nn.Linear(1, 1)
-    hardware.compile_graph(model, "default")
+    hardware.compile_in_place(model, "default")
     assert model._compiled_call_impl is not None
 
 
