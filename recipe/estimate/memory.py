@@ -28,9 +28,9 @@ def flops_per_token(model: ModelConfig, sequence_length: int) -> int:
     return 6 * N + 12 * model.n_layer * model.n_embd * sequence_length
 
 
-def state_bytes(config: Config, world_size: int = 1, sharding: str = "", precision: str = "bf16") -> int:
+def state_bytes(config: Config, batch: BatchPlan, sharding: str = "", precision: str = "bf16") -> int:
     """Bytes a device holds throughout a run: weights, gradients and AdamW's two moments in fp32, 16 N; under DDP
-    20 N. Muon keeps one moment instead of two for the matrices that it updates.
+    20 N, with accumulation 24 N. Muon keeps one moment instead of two for the matrices that it updates.
 
     ZeRO shards the moments and another fp32 copy of the weights across processes, at stage 2 the gradients too, at 3
     the weights; in fp16 the gradients and the first copy of the weights take 2 bytes a number. In addition there are
@@ -40,11 +40,14 @@ def state_bytes(config: Config, world_size: int = 1, sharding: str = "", precisi
     FSDP shards all 16 N, and gathers the embeddings, the running block and the next. Measured with two processes on a
     CPU.
     """
-    model, N = config.model, parameter_count(config.model)
+    model, N, world_size = config.model, parameter_count(config.model), batch.world_size
     weights = gradients = 4 * N
     moments = 8 * N - 4 * _muon_parameters(config)
-    if not sharding:  # DDP's buckets stay; gradients lie outside them in earlier micro-steps and in the second step
-        return weights + gradients + moments + (4 * N if world_size > 1 else 0)
+    if not sharding:
+        # DDP replaces its buckets in the second step, when a collective may still hold the first ones; under
+        # accumulation the gradients of earlier micro-steps lie outside them (docs/log.md).
+        copies = 1 if world_size == 1 else 2 if batch.accumulation == 1 else 3
+        return weights + copies * gradients + moments
     if sharding == "fsdp":
         root, block = (model.vocab_size + model.n_positions) * model.n_embd, 12 * model.n_embd**2 + 13 * model.n_embd
         gathered = (2 if precision == "bf16" else 4) * (root + 2 * block)
@@ -152,7 +155,7 @@ def step_memory(
     is_gathered = sharding.startswith("fsdp") and (run.hellaswag_steps or run.sample_steps)
     unsharded = 4 * (N - N // world) if is_gathered else 0  # the weights, while there are no gradients
     return StepMemory(
-        state=state_bytes(config, world, sharding, precision) - gradients,
+        state=state_bytes(config, batch, sharding, precision) - gradients,
         activations=activations,
         loss=loss,
         backward=backward,

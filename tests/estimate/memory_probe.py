@@ -158,7 +158,7 @@ def measure(options: str, fake: bool) -> dict:
         "options": options,
         "measured": peak,
         "estimate": step_memory(config, batch, precision=precision, sharding=sharding, compiled=compiled).peak,
-        "state": state_bytes(config, batch.world_size, sharding, precision),
+        "state": state_bytes(config, batch, sharding, precision),
     }
 
 

@@ -48,8 +48,9 @@ def test_the_estimate_is_within_a_tenth_of_what_a_step_allocates(real, fake):
         ("gpt2-medium --micro_batch_size=4", (1, 8), 11.15, 0.99, 1.45),
         ("gpt2-medium --micro_batch_size=8", (1, 8), 16.84, 0.99, 1.45),
         ("gpt2-medium --micro_batch_size=8 --gradient_checkpointing=true", (1, 8), 7.72, 0.99, 1.45),
-        ("kaggle-tpu", (8, 1), 9.06, 1, 1.1),  # on a v5e, by TorchTPU, with one process per chip
-        ("kaggle-tpu", (8, 1), 9.35, 1, 1.1),  # on a v6e
+        # By TorchTPU, with one process per chip; the estimate has DDP's first buckets too. On a v5e, and on a v6e
+        ("kaggle-tpu", (8, 1), 9.06, 1, 1.15),
+        ("kaggle-tpu", (8, 1), 9.35, 1, 1.15),
     ],
 )
 def test_the_estimate_for_a_tpu_covers_the_memory_of_the_compiled_step(options, devices, compiled, low, high):
