@@ -374,11 +374,11 @@ def test_a_trial_is_neither_uploaded_nor_tracked_nor_scored_and_can_be_stopped(c
 
     monkeypatch.setattr(best, "run", stop)
     fields = "--push_to_hub true --hub_model_id acme/gpt2 --report_to wandb --hellaswag_steps 100 --sample_steps 100"
-    fields += " --milestone_steps 100"
+    fields += " --milestone_steps 100 --save_steps 100 --eval_steps 100"
     result = call_here("--text", "text.txt", *fields.split())
     (trial,) = trials
     assert (trial.push_to_hub, trial.report_to, trial.hellaswag_steps, trial.sample_steps) == (False, "none", 0, 0)
-    assert trial.milestone_steps == 0
+    assert (trial.milestone_steps, trial.save_steps, trial.eval_steps) == (0, "end", "end")
     assert "stopped before the recipe was written; the same command searches again" in result.stderr
 
 

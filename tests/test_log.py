@@ -1,5 +1,6 @@
 """How messages are printed (recipe/utils/log.py), and the numbers in them (recipe/utils/units.py)."""
 
+import io
 import logging
 import os
 import subprocess
@@ -36,6 +37,15 @@ def test_an_error_that_cannot_be_printed_keeps_the_exit_code(redirection):
     script = f"set -o pipefail; {command}"
     result = subprocess.run(["bash", "-c", script], cwd=ROOT, env=environment(), capture_output=True, timeout=60)
     assert result.returncode == 2
+
+
+def test_a_message_keeps_what_the_terminal_cannot_show_as_escapes(monkeypatch):
+    screen = io.TextIOWrapper(written := io.BytesIO(), encoding="latin-1")
+    monkeypatch.setattr("sys.stdout", screen)
+    log.set_up_logging()
+    logging.getLogger("recipe.train").info("schön 今")
+    screen.flush()
+    assert written.getvalue() == b"sch\xf6n \\u4eca\n"
 
 
 def test_a_closed_standard_output_raises_no_error(monkeypatch):

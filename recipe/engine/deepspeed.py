@@ -50,7 +50,10 @@ class ZeroStrategy(Strategy):
         if self.device.precision == "fp16":
             fp32_weights = {name: p.detach().to("cpu", copy=True) for name, p in model.named_parameters()}
         self._accelerator.gradient_accumulation_steps = batch.accumulation  # or it warns that DeepSpeed's differs
-        engine, optimizer = self._accelerator.prepare(model, optimizer)
+        try:
+            engine, optimizer = self._accelerator.prepare(model, optimizer)
+        except ValueError as error:  # a field of another name, or "auto" where DeepSpeed has no default
+            raise UserError(f"{os.environ[_CONFIG_FILE]} is not accepted: {' '.join(str(error).split())}") from error
         assert engine.gradient_accumulation_steps() == batch.accumulation
         assert engine.gradient_clipping() == self._max_grad_norm
         # DeepSpeed's groups have their backend's default timeout, and NCCL's is shorter than a checkpoint may take.
@@ -200,9 +203,11 @@ def _prepare_environment() -> bool:
 def zero_stage() -> int:
     """The ZeRO stage of the launch. Raises UserError if a file cannot be read, or sets more than sharding."""
     if not (name := os.environ.get(_CONFIG_FILE)):
+        stage = os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
         raise UserError(
-            "the launch names no deepspeed_config_file; start from accelerate_configs/zero2.yaml, or name "
-            "ds_configs/zero2.json in your own Accelerate file, in place of its other DeepSpeed settings"
+            f"the launch names no deepspeed_config_file; start from accelerate_configs/zero{stage}.yaml, or name "
+            f"ds_configs/zero{stage}.json in your own Accelerate file, in place of its other DeepSpeed settings; "
+            "offloading is not supported"
         )
     if not (file := Path(name)).is_file():  # launched from another directory
         os.environ[_CONFIG_FILE] = str(file := ROOT / file)
@@ -221,7 +226,7 @@ def zero_stage() -> int:
     extra += [f"zero_optimization.{key}" for key in ("offload_optimizer", "offload_param") if zero.get(key)]
     if extra:
         raise UserError(f"{file}: remove {', '.join(extra)}; it may only set how to shard, without offloading")
-    if stage not in (1, 2, 3):
+    if type(stage) is not int or stage not in (1, 2, 3):
         raise UserError(f"{file}: zero_optimization.stage is {stage!r}; write a number: 1, 2 or 3")
     return stage
 

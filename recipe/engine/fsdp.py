@@ -24,9 +24,11 @@ from recipe.utils.errors import UserError
 # The only supported values of these fields of the file's fsdp_config; the launch sets them as environment variables.
 _SUPPORTED = {
     "fsdp_version": "2",
+    "fsdp_sharding_strategy": "FULL_SHARD",
     "fsdp_reshard_after_forward": "true",
     "fsdp_offload_params": "false",
     "fsdp_activation_checkpointing": "false",  # the recipe's gradient_checkpointing decides that
+    "fsdp_activation_checkpointing_offload": "false",
 }
 
 
@@ -43,6 +45,8 @@ class FsdpStrategy(Strategy):
     @classmethod
     def open(cls, precision: str) -> Strategy:
         """As Strategy's."""
+        if "LOCAL_RANK" not in os.environ:
+            raise UserError("start FSDP with accelerate launch --config_file accelerate_configs/fsdp.yaml")
         precision = hardware.resolve_precision(precision, cpu=wants("CPU"))
         take_settings(precision)
         return super().open(precision)
@@ -107,7 +111,7 @@ def take_settings(precision: str) -> None:
     del os.environ["ACCELERATE_USE_FSDP"]
     for field, supported in _SUPPORTED.items():
         if (value := os.environ.get(field.upper(), supported)) != supported:
-            raise UserError(f"the Accelerate file sets {field} {value}; set {field}: {supported}, as fsdp.yaml does")
+            raise UserError(f"the launch asks for {field} {value}; set {field}: {supported}, as in fsdp.yaml")
     if precision == "fp16":
         raise UserError(
             "precision fp16 is not supported under FSDP; launch with accelerate_configs/ddp.yaml or zero2.yaml, "

@@ -214,7 +214,8 @@ def tune_cpu(local_world_size: int) -> None:
     a value that the user has set is kept. glibc returns large blocks to the kernel on every free: keeping them makes
     the loss twice as fast (docs/log.md).
     """
-    if "OMP_NUM_THREADS" not in os.environ or _launcher_set_threads():
+    threads = os.environ.get("OMP_NUM_THREADS")
+    if not threads or (threads == "1" and is_set_by_launcher("OMP_NUM_THREADS", "--num_cpu_threads_per_process")):
         cores = psutil.cpu_count(logical=False) or os.cpu_count() or 1
         if hasattr(os, "sched_getaffinity"):
             cores = min(cores, len(os.sched_getaffinity(0)))
@@ -230,14 +231,14 @@ def tune_cpu(local_world_size: int) -> None:
         mallopt(m_top_pad, 64 * 2**20)
 
 
-def _launcher_set_threads() -> bool:
-    """Whether OMP_NUM_THREADS=1 comes from a launcher that was started without the variable itself. If the system does
-    not show the launcher's environment, it is assumed to."""
+def is_set_by_launcher(variable: str, option: str = "") -> bool:
+    """Whether an environment variable comes from `accelerate launch` or torchrun, which was started without it and
+    without its `option`. If the system does not show the launcher's environment, it is assumed to."""
     launched = "ACCELERATE_MIXED_PRECISION" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ
-    if os.environ.get("OMP_NUM_THREADS") != "1" or not launched:
+    if variable not in os.environ or not launched:
         return False
     try:
         launcher = psutil.Process().parent()
-        return "OMP_NUM_THREADS" not in launcher.environ() and "--num_cpu_threads_per_process" not in launcher.cmdline()
+        return variable not in launcher.environ() and option not in launcher.cmdline()
     except (psutil.Error, OSError, AttributeError):
         return True

@@ -13,6 +13,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, is_torch_xla_available, parse_flag_from_env
 
+from recipe.engine import hardware
 from recipe.engine.shutdown import StopSignal
 from recipe.utils.errors import ExitCode, Permanent, UserError, first_line, in_words, is_transient
 from recipe.utils.log import print_error
@@ -153,9 +154,18 @@ def check_launch() -> None:
         raise UserError(
             "--max_restarts needs --rdzv_backend c10d, and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment"
         )
+    if not wants_tpu() and "WORLD_SIZE" not in os.environ and hardware.is_set_by_launcher("MASTER_PORT"):
+        raise UserError(
+            "Accelerate has started one process, though its settings are for several: distributed_type NO and "
+            "MULTI_CPU start one, and so does --cpu; use accelerate_configs/ddp.yaml, for several nodes "
+            "multinode-ddp.yaml; for processes on the CPU set ACCELERATE_USE_CPU=true before `accelerate launch`"
+        )
+    rank, world_size = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1)))
+    if "LOCAL_RANK" in os.environ and rank >= world_size:
+        raise UserError(f"RANK is {rank}, but WORLD_SIZE {world_size}; unset RANK, LOCAL_RANK and WORLD_SIZE")
     local_variables = {"LOCAL_RANK": "this process's index on its node", "LOCAL_WORLD_SIZE": "how many that has"}
     missing = [f"{name} ({meaning})" for name, meaning in local_variables.items() if name not in os.environ]
-    if missing and int(os.environ.get("WORLD_SIZE", 1)) > 1:  # as by deepspeed's launcher, or by hand
+    if missing and world_size > 1:  # as by deepspeed's launcher, or by hand
         raise UserError(f"WORLD_SIZE is set without {' and '.join(missing)}; set that too, or use `accelerate launch`")
     nodes = int(os.environ.get("GROUP_WORLD_SIZE", 1))  # by torchrun
     if nodes != (expected := int(os.environ.get("RECIPE_NODES", nodes))):  # by slurm.sbatch
@@ -169,8 +179,20 @@ def check_launch() -> None:
         raise UserError(f"{processes} processes for {plural(gpus, 'GPU')}{where}: pass --num_processes {gpus * nodes}")
 
 
-def check_accelerator(accelerator: Accelerator, supported: tuple[DistributedType, ...], precision: str) -> None:
-    """Raises UserError if the Accelerator does not match the launch or the recipe."""
+def check_options(precision: str) -> None:
+    """Raises UserError for an option of `accelerate launch` that would have no effect."""
+    for option, decides in _DECIDED_ELSEWHERE.items():
+        value = os.environ.get(variable := f"ACCELERATE_{option.upper()}", "none")
+        is_default = option == "gradient_accumulation_steps" and value == "1"
+        if value.lower() not in ("none", "no", "false", precision) and not is_default:
+            raise UserError(
+                f"the launch sets {option} {value}, which has no effect: {decides} decides that; remove it from the "
+                f"command and from the Accelerate file, or unset {variable}"
+            )
+
+
+def check_accelerator(accelerator: Accelerator, supported: tuple[DistributedType, ...]) -> None:
+    """Raises UserError if the Accelerator does not match the launch."""
     if (expected := int(os.environ.get("WORLD_SIZE", 1))) != accelerator.num_processes:
         raise UserError(
             f"{expected} processes were launched, but each would train alone: there is not a GPU for each of them. "
@@ -180,10 +202,3 @@ def check_accelerator(accelerator: Accelerator, supported: tuple[DistributedType
         raise UserError(
             f"distributed_type {accelerator.distributed_type.value} is not supported; use a file of accelerate_configs/"
         )
-    for option, decides in _DECIDED_ELSEWHERE.items():
-        value = os.environ.get(variable := f"ACCELERATE_{option.upper()}", "none")
-        if value.lower() not in ("none", "no", "false", "1", precision):
-            raise UserError(
-                f"the launch sets {option} {value}, which has no effect: {decides} decides that; remove it from the "
-                f"command and from the Accelerate file, or unset {variable}"
-            )

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from recipe.config import BatchPlan, OptimizerConfig
 from recipe.engine import hardware
 from recipe.engine.device import Device, local_device
-from recipe.engine.launch import check_accelerator, wants
+from recipe.engine.launch import check_accelerator, check_options, wants
 from recipe.engine.runtime import Runtime
 from recipe.model.gpt2 import GPT2LMHeadModel
 from recipe.optim.optimizer import gradient_norm, load_named_state, named_state, unsharded
@@ -190,6 +190,7 @@ def start_accelerator(
     `supported` and matches the launch."""
     # DeepSpeed 0.19 and Muon use the old names of collectives, the only ones before torch 2.13.
     warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)
+    check_options(precision)
     AcceleratorState._reset_state()  # an earlier strategy of this process may have had another precision
     try:
         accelerator = Accelerator(mixed_precision=mixed_precision, kwargs_handlers=handlers)
@@ -199,7 +200,7 @@ def start_accelerator(
             advice = f"install {error.name}"
         raise UserError(f"this launch cannot start ({first_line(error)}); {advice}") from error
     accelerator.gradient_accumulation_steps = 1  # the loop itself divides the loss, whatever the environment says
-    check_accelerator(accelerator, supported, precision)
+    check_accelerator(accelerator, supported)
     return accelerator
 
 

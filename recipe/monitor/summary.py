@@ -161,12 +161,6 @@ def _launch_notes(strategy: Strategy) -> Iterator[str]:
     tasks = max(int(os.environ.get(name, 1)) for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"))
     if tasks > 1 == strategy.runtime.processes.world_size:
         yield f"mpirun or srun has started {tasks} processes, each of which trains alone; use accelerate launch"
-    is_alone = "ACCELERATE_MIXED_PRECISION" in os.environ and "WORLD_SIZE" not in os.environ  # with Accelerate
-    if strategy.device.type == "cpu" and is_alone and "MASTER_PORT" in os.environ:
-        yield (  # distributed_type MULTI_CPU or NO with num_processes 2: Accelerate 1.15 leaves the rest to mpirun
-            "Accelerate has started one process, though its settings are for several; accelerate_configs/ddp.yaml "
-            "starts several, on the CPU with ACCELERATE_USE_CPU=true"
-        )
 
 
 def _device_notes(config: Config, strategy: Strategy) -> Iterator[str]:

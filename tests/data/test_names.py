@@ -373,6 +373,8 @@ def test_names_with_brackets_and_long_ones_are_those_of_files(tmp_path):
         data = parse_config([f"--dataset_name={tmp_path}/a [1]/{name}"]).data
         assert Path(data.dataset_name).name.startswith(start)
         assert len(os.fsencode(Path(data.dataset_name).name)) < 255
+    data = parse_config([f"--dataset_name={tmp_path}/*/words.txt"]).data
+    assert Path(data.dataset_name).name.startswith("words-")
 
 
 @pytest.mark.parametrize("name", ["texts", "texts/*.txt"])

@@ -15,10 +15,12 @@ import tarfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
+from unittest import mock
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from filelock import FileLock
 
 from recipe.config import DataConfig
 from recipe.data.documents import MAX_PIECE, Column
@@ -265,13 +267,15 @@ def test_of_two_preparations_into_one_directory_one_waits_for_the_other(referenc
     set_up_logging()
     data = data_of(reference.text, tmp_path / "out", shard_tokens=3000)
     (tmp_path / "out").mkdir()
-    with ThreadPoolExecutor() as pool:
+    acquire = mock.patch.object(FileLock, "acquire", autospec=True, side_effect=FileLock.acquire)
+    with ThreadPoolExecutor() as pool, acquire as acquired:
         with directory_lock(tmp_path / "out"):
             waiting = [pool.submit(prepare, data) for _ in range(2)]
             time.sleep(0.5)
             assert not any(future.done() for future in waiting)
             assert not list((tmp_path / "out").glob("*.bin"))
         assert [future.result(timeout=60) for future in waiting] == [reference.manifest] * 2
+    assert acquired.call_args_list.count(mock.call(mock.ANY)) == 2  # without a limit
     output = capsys.readouterr().out
     assert output.count("waiting ") == 2
     assert output.count("tokenizing ") == output.count("the other process has made ") == 1
@@ -431,6 +435,7 @@ def zipped(data: bytes) -> bytes:
             r"UTF-8: byte 0xc3 in line 300001\)",
         ),
         ("d.txt", "plain".encode("utf-16"), r" is text in UTF-16: convert it by iconv -f UTF-16 -t UTF-8 FILE > NEW$"),
+        ("d.txt", b"\xfe\xff\0p", r" is text in UTF-16: convert it by iconv -f UTF-16 -t UTF-8 FILE > NEW$"),
         (
             "d.txt",
             "plain".encode("utf-16-le"),

@@ -17,6 +17,8 @@ import pytest
 import torch
 import yaml
 
+from eval import common
+from recipe.data import prepare
 from recipe.engine import factory
 from recipe.engine.launch import EXIT_GRACE_S, check_launch, fail
 from recipe.engine.shutdown import StopSignal
@@ -91,7 +93,7 @@ def test_sigterm_during_the_imports_asks_for_another_start(tmp_path):
         assert process.wait(20) == 75
 
 
-def test_a_file_of_somebody_else_is_named_without_an_errno(tmp_path, capsys):
+def test_a_file_of_somebody_else_is_named_without_an_errno(tmp_path, capsys, monkeypatch):
     """Root may read every file, so this error is made by hand."""
     error = PermissionError(13, "Permission denied", "data/shared/train_000000.bin")
     way_out = "the owner of the file, or of a directory above it, can permit that with chmod"
@@ -102,6 +104,22 @@ def test_a_file_of_somebody_else_is_named_without_an_errno(tmp_path, capsys):
         reading("m", "delete it"),
     ):
         raise error
+    with (
+        pytest.raises(UserError, match=r"^m cannot be written \(Permission denied\); choose another$"),
+        reading("m", "choose another", "written"),
+    ):
+        raise error
+    assert fail(OSError(28, "No space left on device")) == 2  # of no known file
+    assert capsys.readouterr().err == "error: [Errno 28] No space left on device\n"
+
+    def refuse(*_):
+        raise error
+
+    monkeypatch.setattr("recipe.data.prepare.parse_config", refuse)
+    assert prepare.main([]) == 2
+    with pytest.raises(SystemExit):
+        common.run_main(refuse)
+    assert capsys.readouterr().err == 2 * f"error: data/shared/train_000000.bin: Permission denied; {way_out}\n"
 
 
 def test_a_cpu_without_memory_is_reported_in_a_line(capsys):
@@ -242,6 +260,10 @@ def test_a_note_names_a_tpu_that_the_launch_leaves_idle():
         ({"ACCELERATE_USE_DEEPSPEED": "true"}, "start DeepSpeed with accelerate launch"),
         ({"ACCELERATE_MIXED_PRECISION": "bf16"}, "sets mixed_precision bf16, which has no effect: .*; remove it from"),
         ({"ACCELERATE_DYNAMO_BACKEND": "inductor"}, "sets dynamo_backend inductor, which .*: --torch_compile decides"),
+        ({"ACCELERATE_DEEPSPEED_ZERO_STAGE": "1"}, "deepspeed_zero_stage 1, .*: the deepspeed_config_file decides"),
+        ({"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}, "sets use_parallelism_config true, .*: the distributed_type"),
+        ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}, "start FSDP with accelerate launch --config_file"),
+        ({"RANK": "1", "WORLD_SIZE": "1", "LOCAL_RANK": "1"}, "RANK is 1, but WORLD_SIZE 1; unset RANK, LOCAL_RANK"),
         ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}, "gradient_accumulation_steps 4, .*: total_batch_tokens"),
         ({"ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "cpu"}, "deepspeed_offload_optimizer_device cpu, .*file"),
     ],
@@ -262,16 +284,32 @@ def test_a_note_says_that_processes_of_mpirun_and_srun_train_alone(name):
     assert "note       mpirun or srun has started 2 processes, each of which trains alone; use acc" in result.stdout
 
 
-def test_a_note_says_that_accelerate_starts_one_process_where_its_file_asks_for_several_on_the_cpu(tmp_path):
+@pytest.mark.parametrize(
+    ("settings", "options"),
+    [
+        ("distributed_type: MULTI_CPU\nuse_cpu: true\nnum_processes: 2\n", ()),
+        ("distributed_type: 'NO'\nnum_processes: 1\n", ("--num_processes", "2")),
+        ("distributed_type: MULTI_GPU\nnum_processes: 2\n", ("--cpu",)),
+    ],
+)
+def test_accelerate_must_not_start_one_process_where_the_launch_asks_for_several(tmp_path, settings, options):
     """distributed_type MULTI_CPU, as `accelerate config` writes it, is for mpirun."""
-    file = tmp_path / "cpu.yaml"
-    file.write_text("distributed_type: MULTI_CPU\nnum_processes: 2\nnum_machines: 1\nuse_cpu: true\n")
-    argv = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", file, "recipe/train.py", "--dry_run"]
-    result = ok(subprocess.run(argv, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300))
-    assert "note       Accelerate has started one process, though its settings are for several; " in result.stdout
-    several = ok(launch("ddp", 2, "recipe/train.py", "--dry_run", env={"ACCELERATE_USE_CPU": "true"}, real=True))
+    (file := tmp_path / "mine.yaml").write_text(f"num_machines: 1\n{settings}")
+    argv = [sys.executable, "-m", "accelerate.commands.launch", "--quiet", "--config_file", file, *options]
+    argv += ["recipe/train.py", "--dry_run"]
+    result = subprocess.run(argv, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300)
+    assert "error: Accelerate has started one process, though its settings are for several: " in result.stderr
+    assert result.returncode == 1  # the launcher's
+
+
+def test_a_port_that_the_user_has_set_asks_for_no_processes():
+    """As the scripts of clusters do."""
+    env = {"ACCELERATE_USE_CPU": "true", "MASTER_PORT": "29500"}
+    several, one = (
+        ok(launch(*file, "recipe/train.py", "--dry_run", env=env, real=True)) for file in [("ddp", 2), ("single", 1)]
+    )
     assert "2 processes" in several.stdout
-    assert "started one process" not in several.stdout
+    assert "started one process" not in several.stdout + one.stdout
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
@@ -286,14 +324,17 @@ def test_zero_without_a_gpu_must_be_asked_for(monkeypatch):
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
-        ({"FSDP_VERSION": "1"}, "the Accelerate file sets fsdp_version 1; set fsdp_version: 2"),
-        ({"FSDP_OFFLOAD_PARAMS": "true"}, "sets fsdp_offload_params true; set fsdp_offload_params: false, as"),
+        ({"FSDP_VERSION": "1"}, "the launch asks for fsdp_version 1; set fsdp_version: 2, as in fsdp.yaml"),
+        ({"FSDP_OFFLOAD_PARAMS": "true"}, "asks for fsdp_offload_params true; set fsdp_offload_params: false, as"),
+        ({"FSDP_SHARDING_STRATEGY": "HYBRID_SHARD"}, "fsdp_sharding_strategy HYBRID_SHARD; set .*: FULL_SHARD, as"),
+        ({"FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": "true"}, "set fsdp_activation_checkpointing_offload: false, as"),
         ({}, "precision fp16 is not supported under FSDP; launch with accelerate_configs/ddp.yaml"),
     ],
 )
 def test_an_fsdp_launch_that_would_not_be_honored_is_refused(monkeypatch, variables, message):
     monkeypatch.setattr("recipe.engine.hardware.resolve_precision", lambda precision, cpu: precision)  # as on a GPU
-    set_environment(monkeypatch, {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"} | variables)
+    launch = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "LOCAL_RANK": "0"}
+    set_environment(monkeypatch, launch | variables)
     with pytest.raises(UserError, match=message):
         factory.open_strategy("fp16")
 
@@ -303,6 +344,7 @@ def test_an_fsdp_launch_that_would_not_be_honored_is_refused(monkeypatch, variab
     [
         ({"train_batch_size": 64, "bf16": {"enabled": True}}, "json: remove train_batch_size, bf16; it may only set"),
         ({"zero_optimization": {"stage": 0}}, "zero_optimization.stage is 0; write a number: 1, 2 or 3"),
+        ({"zero_optimization": {"stage": True}}, "zero_optimization.stage is True; write a number: 1, 2 or 3"),
         ({"zero_optimization": {"stage": "2"}}, "zero_optimization.stage is '2'; write a number: 1, 2 or 3"),
         ({"zero_optimization": {}}, r"zero.json cannot be read \(no 'stage'\); .* ds_configs/ has examples"),
         ({"zero_optimization": True}, r"zero.json cannot be read \('bool' object is not subscriptable\); the Accel"),
@@ -330,7 +372,8 @@ def test_an_accelerate_file_needs_deepspeeds_file_and_sets_no_more(monkeypatch):
     from recipe.engine.deepspeed import zero_stage
 
     monkeypatch.delenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", raising=False)
-    with pytest.raises(UserError, match=r"^the launch names no deepspeed_config_file; .*/zero2\.yaml, or name ds_"):
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", "3")
+    with pytest.raises(UserError, match=r"^the launch names no deepspeed_config_file; .*/zero3\.yaml, or name ds_"):
         zero_stage()
     monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(ROOT / "ds_configs" / "zero1.json"))
     monkeypatch.setenv("ACCELERATE_CONFIG_DS_FIELDS", "deepspeed_config_file,zero3_init_flag,gradient_clipping")

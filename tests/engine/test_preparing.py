@@ -5,6 +5,7 @@ import time
 
 import pytest
 
+from recipe.utils.processes import Processes
 from tests import processes as programs
 from tests.conftest import tiny_flags
 
@@ -74,3 +75,13 @@ def test_no_process_ends_before_the_main_one_does(tmp_path):
         time.sleep(0.02)
     assert running.wait(60) == 0
     assert running.output.count("closed") == 2
+
+
+@pytest.mark.parametrize(
+    ("place", "turn"),
+    [({}, 1), ({"is_main": False, "local_rank": 0}, 2), ({"is_main": False, "local_rank": 1}, 3)],
+)
+def test_other_nodes_take_their_turn_after_the_main_process(place, turn, monkeypatch):
+    turns, shared_error = [], Processes.shared_error
+    monkeypatch.setattr(Processes, "shared_error", lambda *args: turns.append(1) or shared_error(*args))
+    assert Processes(**place).in_turns(lambda: len(turns), "") == turn

@@ -396,6 +396,15 @@ diverging, without_validation = changed("loss", lambda loss: loss + 3, 31), chan
         ),
         (both(changed("val_loss", 4.5, 20, 30), diverging), "bad", "training loss is not lower: it div"),
         (changed("val_loss", 13.0, 1), "bad", "above its minimum of 10.83 at 0 tokens, and the training loss is not"),
+        (
+            both(
+                changed("val_loss", 4.4, 13, 14),
+                changed("loss", lambda x: x + 1, 1, 20),
+                changed("loss", lambda x: x + 1, 44),
+            ),  # lower than at the minimum
+            "bad",
+            "training loss is not lower: it diverges",
+        ),
         (both(without_validation, diverging), "bad", r"The training loss has risen from \d\.\d\d to \d\.\d\d: it div"),
         (without_validation, "good", "^Nothing else stands out"),
         (both(without_validation, changed("loss", None, 1)), "good", "^Nothing else"),
@@ -414,6 +423,7 @@ def test_a_run_that_starts_from_other_weights_may_begin_at_a_low_loss(tmp_path):
     for init_from, kinds in (("openai-community/gpt2", []), ("", ["bad"])):
         run = write_run(tmp_path / f"run-{init_from[:4]}", lines, config_of(n_layer=5, init_from=init_from))
         assert [finding.kind for finding in diagnosed(run) if "begins at 4.40" in finding.text] == kinds
+        assert any("overfitting" in finding.text for finding in diagnosed(run)) == bool(init_from)
 
 
 @pytest.mark.parametrize(

@@ -72,10 +72,11 @@ def test_a_metrics_path_that_is_not_a_file_is_refused(tmp_path, create):
 def test_a_run_that_starts_over_keeps_the_curve_of_the_earlier_one(tmp_path, caplog):
     """Its checkpoints were moved away, or it was killed before it saved one."""
     path, curve = tmp_path / "metrics.jsonl", '{"step": 0}\n{"step": 1}\n'
+    (tmp_path / "metrics.old-2.jsonl").symlink_to("unmounted")
     for _ in range(2):
         path.write_text(curve)
         MetricsLog(path, 0).close()
-    assert [(tmp_path / f"metrics.old-{n}.jsonl").read_text() for n in (1, 2)] == [curve, curve]
+    assert [(tmp_path / f"metrics.old-{n}.jsonl").read_text() for n in (1, 3)] == [curve, curve]
     assert f"the earlier curve is kept in {tmp_path}/metrics.old-1.jsonl" in caplog.text
     assert path.read_text() == ""
 
