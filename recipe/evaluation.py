@@ -4,6 +4,7 @@ import logging
 import math
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from functools import cache
 from itertools import count
 
 import torch
@@ -47,6 +48,7 @@ class Evaluator:
         self.config, self.batch, self.strategy = config, batch, strategy
         self.raw_model, self.data, self.metrics = raw_model, data, metrics
         self.tokenizer = open_tokenizer(config.data.tokenizer)
+        self._encode_row_text = cache(self._encode)  # HellaSwag's texts take seconds, and are the same each time
 
     def validate(self, model: torch.nn.Module, step: int) -> dict[str, float]:
         """val_loss, the mean loss in nats per token over the first eval_tokens of the validation shards, the same ones
@@ -117,7 +119,7 @@ class Evaluator:
             model = LanguageModel(
                 body=body,
                 head=gpt2.head,
-                encode=self._encode,
+                encode=self._encode_row_text,
                 n_positions=self.config.model.n_positions,
                 device=gpt2.head_weight.device,
                 multiples=device.eval_multiples,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import filecmp
+import threading
 from dataclasses import replace
 
 import numpy as np
@@ -27,7 +28,7 @@ class TokenDataset:
         self, shards: list[Shard], sequence_length: int, batch_size: int, seed: int, vocab_size: int = VOCAB_SIZE
     ):
         self.sequence_length, self.batch_size, self.seed = sequence_length, batch_size, seed
-        self._vocab_size = vocab_size
+        self._vocab_size, self._closed = vocab_size, threading.Event()
         # (epoch, shard), its reader, the order of its windows; every epoch opens and verifies it again
         self._opened: tuple[tuple[int, int], ShardReader, np.ndarray] | None = None
         self._set_shards(shards)
@@ -83,7 +84,8 @@ class TokenDataset:
     def _open(self, epoch: int, shard: int) -> tuple[ShardReader, np.ndarray]:
         if self._opened is None or self._opened[0] != (epoch, shard):
             self._opened = None  # closes it
-            reader, count = open_shard(self.shards[shard]), int(self.starts[shard + 1] - self.starts[shard])
+            reader = open_shard(self.shards[shard], self._closed)
+            count = int(self.starts[shard + 1] - self.starts[shard])
             self.shards[shard] = replace(self.shards[shard], sha256=reader.sha256)
             self._opened = (epoch, shard), reader, permutation(count, self.seed, epoch, shard)
         return self._opened[1:]
@@ -107,7 +109,8 @@ class TokenDataset:
             )
 
     def close(self) -> None:
-        """Interrupts a read that waits for a shard; only reads of a stream wait."""
+        """Interrupts every read that waits for a shard, or verifies one."""
+        self._closed.set()
 
 
 def permutation(n: int, seed: int, *key: int) -> np.ndarray:

@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import re
+import threading
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -24,6 +25,7 @@ from recipe.utils.errors import UserError, reading, writing
 from recipe.utils.files import fsync, replace_file, sha256_of
 from recipe.utils.schema import COUNT, SHA256, check
 from recipe.utils.shards import DTYPE, HEADER_BYTES, MAGIC, SUFFIXES, VERSION, ShardReader, shards_in
+from recipe.utils.units import si
 
 logger = logging.getLogger(__name__)
 
@@ -45,10 +47,13 @@ class Shard:
     vocab_size: int = VOCAB_SIZE
 
 
-def open_shard(shard: Shard) -> ShardReader:
-    """Opens a shard and verifies its SHA-256 if it is known: about 0.2 s for 100M tokens. Raises UserError."""
+def open_shard(shard: Shard, stop: threading.Event | None = None) -> ShardReader:
+    """Opens a shard and verifies its SHA-256 if it is known: about 0.2 s for 100M tokens. Raises UserError, also if
+    `stop` is set meanwhile."""
     reader = ShardReader(shard.path, shard.vocab_size)
-    reader.sha256 = sha256_of(shard.path)
+    if (size := DTYPE.itemsize * len(reader)) > 2e9:  # OpenWebText's train.bin takes half a minute, or minutes
+        logger.info("data       verifying %s, %sB", shard.path, si(size))
+    reader.sha256 = sha256_of(shard.path, stop)
     if shard.sha256 not in (None, reader.sha256):
         raise UserError(
             f"{shard.path}: its SHA-256 is {reader.sha256[:16]}..., but was {shard.sha256[:16]}... when prepared "

@@ -104,7 +104,6 @@ class StreamedDataset(TokenDataset):
     def __init__(self, out: Path, *settings: int, rank: int, first_window: int):
         """`settings` are TokenDataset's arguments after `shards`."""
         self.out, self.rank = out, rank
-        self._closed = threading.Event()
         self._current_shard: int | None = None  # counted over all epochs; the builder may delete those before it
         self.manifest = open_manifest(out)
         super().__init__(self.manifest.shards_in(out, "train"), *settings)
@@ -163,7 +162,3 @@ class StreamedDataset(TokenDataset):
         manifest = self.manifest  # read once, since the loader's thread replaces it
         shards = [[entry["file"], entry["tokens"], entry["sha256"]] for entry in manifest.of("train")]
         return {"shards": shards, "complete": manifest.complete, "manifest": dataclasses.asdict(manifest)}
-
-    def close(self) -> None:
-        """Interrupts every wait for a shard."""
-        self._closed.set()

@@ -3,8 +3,11 @@
 import errno
 import hashlib
 import os
+import threading
 from itertools import count
 from pathlib import Path
+
+from recipe.utils.errors import UserError
 
 
 def replace_file(path: Path, data: bytes, *, flush: bool = True) -> None:
@@ -45,10 +48,12 @@ def nearest_directory(path: Path) -> Path:
     return next(directory for directory in (path, *path.parents) if os.path.isdir(directory))
 
 
-def sha256_of(path: Path) -> str:
-    """The SHA-256 of a file, as hexadecimal digits."""
+def sha256_of(path: Path, stop: threading.Event | None = None) -> str:
+    """The SHA-256 of a file, as hexadecimal digits. Raises UserError if `stop` is set meanwhile."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(1 << 20):
+            if stop and stop.is_set():
+                raise UserError(f"{path} was not read to its end, since the run stops")
             digest.update(block)
     return digest.hexdigest()

@@ -1,13 +1,16 @@
 """Reading ahead: how long the loop waits, and what it makes of an error."""
 
 import threading
+import time
 from types import SimpleNamespace
 
 import numpy as np
 import torch
 
 from recipe.config import BatchPlan
+from recipe.data.dataset import TokenDataset
 from recipe.data.prefetch import BatchLoader
+from recipe.data.shards import Shard
 from recipe.utils.errors import UserError
 
 
@@ -24,6 +27,20 @@ def test_a_wait_for_data_counts_once():
         assert batches.waited() > 0.04
         assert batches.waited() == 0
         may_read.set()
+
+
+def test_a_stop_does_not_wait_until_a_large_file_is_verified(tmp_path, caplog):
+    """Which takes as long as reading it: OpenWebText's train.bin has 18 GB. This one is a sparse file of 6 GB."""
+    caplog.set_level("INFO", "recipe")
+    with (tmp_path / "train.bin").open("wb") as file:
+        file.write(np.arange(1, 5001, dtype=np.uint16).tobytes())
+        file.truncate(6_000_000_000)
+    dataset = TokenDataset([Shard(tmp_path / "train.bin", 3_000_000_000, None)], 1024, 2, seed=0)
+    with BatchLoader(dataset, BatchPlan(2, 1, 2, 1), 0, range(2), to_device=torch.Tensor.cpu, pin=False) as batches:
+        assert not batches.ready(0.5)
+        stopping = time.monotonic()
+    assert time.monotonic() - stopping < 1
+    assert f"verifying {tmp_path}/train.bin, 6 GB" in caplog.text
 
 
 def test_any_error_of_the_disk_is_told_to_the_user(tmp_path):
