@@ -154,7 +154,8 @@ def check_launch() -> None:
         raise UserError(
             "--max_restarts needs --rdzv_backend c10d, and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment"
         )
-    if not wants_tpu() and "WORLD_SIZE" not in os.environ and hardware.is_set_by_launcher("MASTER_PORT"):
+    is_alone = not {"WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE"} & os.environ.keys()
+    if is_alone and not wants_tpu() and hardware.is_set_by_launcher("MASTER_PORT"):
         raise UserError(
             "Accelerate has started one process, though its settings are for several: distributed_type NO and "
             "MULTI_CPU start one, and so does --cpu; use accelerate_configs/ddp.yaml, for several nodes "

@@ -302,6 +302,15 @@ def test_accelerate_must_not_start_one_process_where_the_launch_asks_for_several
     assert result.returncode == 1  # the launcher's
 
 
+def test_mpirun_may_start_the_processes_that_accelerate_does_not(monkeypatch):
+    port = {"MASTER_PORT": "29500", "ACCELERATE_MIXED_PRECISION": "no", "OMPI_COMM_WORLD_SIZE": "2"}
+    set_environment(monkeypatch, port)
+    check_launch()
+    monkeypatch.delenv("OMPI_COMM_WORLD_SIZE")
+    with pytest.raises(UserError, match="has started one process"):
+        check_launch()
+
+
 def test_a_port_that_the_user_has_set_asks_for_no_processes():
     """As the scripts of clusters do."""
     env = {"ACCELERATE_USE_CPU": "true", "MASTER_PORT": "29500"}
