@@ -5,9 +5,8 @@
 Trains the sizes and lengths of GRID on each text, as recipe/best.py would. The law is fitted to these runs and to all
 in recipe/estimate/scaling.json (for three texts recipe/best.py's own runs and their neighbors; its run on an H200, and
 published ones of billions of tokens, each with its source), each text with a line of its own. Its predictions are then
-measured as recipe/best.py uses them: two short runs on a text predict the loss of a longer one of another size; also
-by the law fitted to the other texts alone. Each run is recipe/train.py itself. None is repeated; a text takes ten
-minutes on a core.
+measured as recipe/best.py uses them: two short runs on a text predict the loss of a longer one; also by the law fitted
+to the other texts alone. Each run is recipe/train.py itself. None is repeated; a text takes ten minutes on a core.
 """
 
 from __future__ import annotations
@@ -34,7 +33,6 @@ from recipe.utils.errors import ArgumentParser, UserError
 
 # Layers, width, tokens.
 GRID = ((2, 64, 32_768), (2, 64, 128_000), (2, 64, 512_000), (4, 128, 1_024_000), (2, 64, 2_048_000))
-TRIALS, RUN = ((0, 1), (1, 2)), 3  # of a text's runs: the pairs that predict, and the run that they predict
 MIN_TRIAL_GAP = 0.5  # nats by the law: the smallest difference of recipe/best.py's two trials
 
 
@@ -72,13 +70,6 @@ def fit(runs_by_text: list[list[dict]]) -> float:
     s, E = line(runs_by_text[0])[0]
     constants.update({name: float(f"{value:.5g}") for name, value in (constants | {"E": E, "s": s}).items()})
     return optimum.fun
-
-
-def prediction_errors(runs: list[dict]) -> list[float]:
-    """The relative errors of RUN's loss on a text as predicted by each pair of TRIALS."""
-    points = [(law(tuple(run["size"]), run["tokens"], run["unique"]), run["loss"]) for run in runs]
-    value, loss = points[RUN]
-    return [round(line_through([points[i], points[j]])(value) / loss - 1, 3) for i, j in TRIALS]
 
 
 def forecast_errors(runs: list[dict]) -> list[tuple[float, bool]]:
@@ -133,11 +124,9 @@ def main(argv: list[str]) -> int:
     runs_by_text = [[run for run in result["runs"] if run["text"] == text] for text in texts]
     result["held_out"] = held_out(runs_by_text)
     residual = fit(runs_by_text)
-    errors = {runs[0]["text"]: prediction_errors(runs) for runs in runs_by_text if len(runs) > RUN}
-    result |= {"law": SCALING["law"], "residual": round(residual, 4), "errors": errors}
+    result |= {"law": SCALING["law"], "residual": round(residual, 4)}
     path.write_text(text_of(result))
     print(f"law: {SCALING['law']}, within {residual:.2%}")
-    print(f"relative errors of predictions from two short runs, and from two longer ones: {errors}")
     outcomes = [is_within for runs in runs_by_text for _, is_within in forecast_errors(runs)]
     print(f"of {len(outcomes)} forecasts from any two runs, {sum(outcomes)} are within recipe/best.py's stated error")
     print(f"the same of each text by the law fitted to the others: {result['held_out']}")
