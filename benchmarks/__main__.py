@@ -14,8 +14,8 @@ from recipe.utils.errors import ArgumentParser, ExitCode, UserError
 COMMANDS = {
     "scoreboard": "Speed by optimization, micro-batch, number of processes and model size",
     "peers": "The training step compared with transformers and nanoGPT",
-    "kernels": "Time of each kernel in a step, ours or a peer's",
-    "ceiling": "What bounds a step: matrix products, copies, attention, clocks",
+    "kernels": "Time of each kernel in a step, ours or a peer's, and the clocks meanwhile",
+    "ceiling": "What bounds a step: matrix products, copies, attention",
     "proof": "Full GPU benchmark in ten minutes, the most valuable steps first",
     "scaling": "Fits the scaling law by which recipe/best.py chooses a size",
     "optimizers": "How many tokens Muon needs to reach AdamW's loss",

@@ -1,5 +1,5 @@
 """Command: measures what bounds a step on this device: matrix products, copies and attention at the run's shapes,
-SDPA's choice of kernel, the driver, clocks and power. Writes ceiling.json.
+and SDPA's choice of kernel. Writes ceiling.json.
 
     python -m benchmarks ceiling --config gpt2 --micro_batch_size 32
 """
@@ -18,8 +18,6 @@ from recipe.config import parse_config
 from recipe.engine import hardware
 from recipe.utils.errors import ArgumentParser
 
-SMI = ("driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "power.draw", "power.limit")
-SMI += ("temperature.gpu", "memory.used", "clocks_event_reasons.active")
 FLASH, CUDNN, EFFICIENT = SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION
 KERNELS = {"chosen": [FLASH, CUDNN, EFFICIENT, SDPBackend.MATH], "flash": FLASH, "cudnn": CUDNN, "efficient": EFFICIENT}
 
@@ -32,14 +30,6 @@ def products(rows: int, width: int, vocab_size: int, dtype: torch.dtype) -> dict
         x, w = (torch.randn(n, inner, device=device(), dtype=dtype) for n in (rows, outer))
         speeds[f"{rows} x {inner} x {outer}"] = 2 * rows * inner * outer / hardware.seconds_of(partial(F.linear, x, w))
     return speeds
-
-
-def smi_under_load(rows: int, width: int, vocab_size: int, dtype: torch.dtype) -> dict[str, str]:
-    """nvidia-smi's output while the device runs the head's products, about a second of which are queued."""
-    x, w = (torch.randn(n, width, device=device(), dtype=dtype) for n in (rows, vocab_size))
-    for _ in range(max(1, int(5e14 / (2 * rows * width * vocab_size)))):  # a second at 500 TFLOP/s
-        F.linear(x, w)
-    return hardware.nvidia_smi(*SMI)
 
 
 def attention(shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, float | str]:
@@ -77,13 +67,11 @@ def main(argv: list[str]) -> int:
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
     buffer = torch.empty(2**26 if on_cpu else 2**29, dtype=torch.uint8, device=device())
     vocab_size = -(-m.vocab_size // 128) * 128
-    results = report.circumstances() | {"idle": hardware.nvidia_smi(*SMI)}
-    with torch.no_grad():
-        results["flops"] = products(B * length, m.n_embd, vocab_size, dtype)
-        if device().type == "cuda":
-            results["busy"] = smi_under_load(B * length, m.n_embd, vocab_size, dtype)
-        results["copied_bytes_per_second"] = 2 * buffer.nbytes / hardware.seconds_of(buffer.clone)
-    results["attention_ms"] = attention((B, m.n_head, length, m.n_embd // m.n_head), dtype)
+    results = report.circumstances() | {
+        "flops": products(B * length, m.n_embd, vocab_size, dtype),
+        "copied_bytes_per_second": 2 * buffer.nbytes / hardware.seconds_of(buffer.clone),
+        "attention_ms": attention((B, m.n_head, length, m.n_embd // m.n_head), dtype),
+    }
     report.write(results, Path(arguments.out) / "ceiling.json")
     for name, value in results.items():
         print(f"{name:<26} {value}")

@@ -1,5 +1,6 @@
 """Command: profiles a step of recipe/train.py, or of a peer, with PyTorch's profiler: the time of each kernel, or on a
-CPU of each operator, and the time of a step without the profiler. Writes kernels.json.
+CPU of each operator, the time of a step without the profiler, and a GPU's clocks and power meanwhile. Writes
+kernels.json.
 
     python -m benchmarks kernels --micro_batch_size 32 --peer transformers
 """
@@ -14,7 +15,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import peer, report
-from benchmarks.ceiling import SMI
 from benchmarks.runs import FIELDS, device, shards
 from recipe import train
 from recipe.config import parse_config
@@ -22,6 +22,8 @@ from recipe.engine import hardware
 from recipe.utils.errors import ArgumentParser, UserError
 
 WARMUP_STEPS, PROFILED_STEPS = 6, 10  # of optimizer steps; programs compile during warm-up
+SMI = ("driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "power.draw", "power.limit")
+SMI += ("temperature.gpu", "memory.used", "clocks_event_reasons.active")  # asked for amid the steps
 LOGGING_STEPS = 10  # as in the recipes: the device waits for the host only there
 
 
