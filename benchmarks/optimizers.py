@@ -19,7 +19,7 @@ import json
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
@@ -63,9 +63,7 @@ class Runs:
 
     def __init__(self, name: str, arguments: argparse.Namespace, results: dict, path: Path, deadline: float):
         """`name` is the size's; `arguments` are the command's; `deadline` is in time.monotonic's seconds."""
-        self.name, self.results, self._path = name, results, path
-        self.size = replace(SIZES[name], steps=arguments.steps or SIZES[name].steps)
-        self._data = results["data"]
+        self.name, self.size, self.results, self._path = name, SIZES[name], results, path
         self._directory, self._deadline = Path(arguments.runs), deadline
 
     def curve(self, optimizer: str, fields: Fields, seed: int, share: float) -> Curve:
@@ -92,7 +90,7 @@ class Runs:
         if (seconds_left := self._deadline - time.monotonic()) < 60:
             raise TimeUp
         steps, warmup = run["max_steps"], round(run["max_steps"] * fields["warmup"])
-        flags = QUIET | self.size.recipe | SCHEDULE | self._data | fields | run
+        flags = QUIET | self.size.recipe | SCHEDULE | self.results["data"] | fields | run
         flags |= {"optim": optimizer, "warmup_steps": warmup}
         flags |= {"config": "recipe/configs/gpt2.yaml", "streaming": False, "save_total_limit": 1}
         flags |= dict.fromkeys(("save_steps", "eval_steps"), max(1, steps // 5)) | {"max_hours": seconds_left / 3600}
@@ -177,7 +175,6 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--dataset_name", default="recipe/data/tiny_shakespeare.txt", help="text or shards")
     parser.add_argument("--tokenizer", default="gpt2", help="gpt2 or a directory (docs/data.md trains one)")
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["4x128"], help="layers x width; gpt2: 124M")
-    parser.add_argument("--steps", type=int, default=0, help="steps of AdamW's runs (default: 1000; gpt2: 640)")
     parser.add_argument("--minutes", type=float, default=1e6, help="stop after this time; the same command continues")
     parser.add_argument("--runs", default="runs/optimizers", help="directory of the runs")
     parser.add_argument("--out", default="bench", help="directory of the results, including those to continue from")

@@ -7,7 +7,6 @@ a table and writes peers.json.
 import argparse
 import math
 import re
-import time
 from collections.abc import Iterator
 from contextlib import closing
 from functools import partial
@@ -76,7 +75,6 @@ def compare(recipe_run: Run, peer_run: Run, rounds: int, seconds: float, toleran
 
 def measure(fields: dict, peers: list[Peer], arguments: argparse.Namespace, directory: Path) -> Iterator[dict]:
     """Yields a dict per peer: its name and the result of `compare`, or a ratio of None and the reason in `void`."""
-    deadline = time.monotonic() + 60 * arguments.minutes
     with closing(Run(trainer(), fields, directory)) as recipe_run:
         for name, command, overrides in peers:
             row = {"name": name, "void": "", "ratio": None}
@@ -84,8 +82,6 @@ def measure(fields: dict, peers: list[Peer], arguments: argparse.Namespace, dire
             tolerance = PRECISION_TOLERANCE if "precision" in overrides else TOLERANCE
             recipe_run.pause()
             try:
-                if time.monotonic() > deadline:
-                    raise Void("skipped: time is up")
                 with closing(Run(command, fields | overrides, directory)) as peer_run:
                     yield row | compare(recipe_run, peer_run, arguments.rounds, arguments.seconds, tolerance)
             except Void as void:
@@ -130,7 +126,6 @@ def _parser(on_cpu: bool) -> argparse.ArgumentParser:
     parser.add_argument("--sequence_length", type=int, default=0, help="tokens per sequence (default: the recipe's)")
     parser.add_argument("--rounds", type=int, default=3, help="number of rounds A B B A")
     parser.add_argument("--seconds", type=float, default=4.0, help="length of a turn")
-    parser.add_argument("--minutes", type=float, default=1e4, help="start no comparison after this time")
     parser.add_argument("--only", default="", help="only peers whose name matches this regular expression")
     parser.add_argument("--nanogpt", default="", help="checkout of karpathy/nanoGPT, as another peer")
     parser.add_argument("--out", default="bench", help="directory of the results")
