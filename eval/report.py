@@ -96,10 +96,8 @@ def summarize(runs: list[Run]) -> list[list[str]]:
 def differing_settings(runs: list[Run]) -> list[list[str]]:
     """A table like `summarize`'s, of the settings in which the runs differ; empty if there are none."""
     settings = [run.settings for run in runs]
-    names = [
-        n for n in dict.fromkeys(name for s in settings for name in s) if len({s[n] for s in settings if n in s}) > 1
-    ]
-    rows = [[name, *(s.get(name, "") for s in settings)] for name in sorted(names)]
+    names = sorted({name for s in settings for name in s})
+    rows = [[n, *(s.get(n, "") for s in settings)] for n in names if len({s[n] for s in settings if n in s}) > 1]
     return [["run", *(run.name for run in runs)], *rows] if rows else []
 
 
