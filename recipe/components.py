@@ -207,40 +207,38 @@ def is_complete(config: Config, processes: Processes, checkpoint: Checkpoint | N
     complete = checkpoint.step > config.optimizer.max_steps or processes.broadcast_object(is_evaluated)
     if complete:
         with processes.shared_error("the complete run differs"):
-            _check_finished_run(config, checkpoint.state)
+            if difference := _difference(config, checkpoint.state):
+                raise UserError(
+                    f"the run in {config.run.output_dir} is complete, but {difference}; choose another run_name, or "
+                    "start over with --fresh"
+                )
         logger.info(_COMPLETE, checkpoint.path)
     return complete
 
 
-def _check_finished_run(config: Config, state: dict) -> None:
-    """Raises UserError if a complete run, with this trainer state, was trained with other hyperparameters or on other
-    data than the configuration names. Compares the names of the data or, since shards may move, the shards; for local
-    text also its files, by size and checksum or time. Prepares and streams nothing."""
+def _difference(config: Config, state: dict) -> str:
+    """How a complete run, with this trainer state, was trained with other hyperparameters or on other data than the
+    configuration names; empty if it was not. Compares the names of the data or, since shards may move, the shards; for
+    local text also its files, by size and checksum or time. Prepares and streams nothing."""
     trained_name, entries = state["config"]["dataset_name"], data_sets(config.data)
-    way_out = "choose another run_name, or start over with --fresh"
     saved_config, flat = DEFAULTS | state["config"], redacted(config.flat())
     # More steps would continue it, fewer it has taken; the micro-batch changes nothing but rounding.
     names = {*hyperparameters(flat)} - {"max_steps", "micro_batch_size"}
     if changes := [f"{n} {saved_config[n]!r}, not {flat[n]!r}" for n in sorted(names) if saved_config[n] != flat[n]]:
-        raise UserError(
-            f"the run in {config.run.output_dir} is complete, but was trained with {', '.join(changes)}; {way_out}"
-        )
+        return f"was trained with {', '.join(changes)}"
     if trained_name == flat["dataset_name"]:
         for entry, source in zip(entries, entries_in(state["about"][-1]["data"]), strict=True):
             if (trained_files := source.get("files")) and is_text(entry.data.train_text):
                 files = redacted(open_text(entry.data).identity())["files"]
                 if (files[: len(trained_files)], len(files)) != (trained_files, source["of"]):
-                    changed = f"{entry.data.train_text} has changed since then"
-                    raise UserError(f"the run in {config.run.output_dir} is complete, but {changed}; {way_out}")
-        return
+                    return f"{entry.data.train_text} has changed since then"
+        return ""
     try:
         check_same_data(state["data"], state_on_disk(config.data), "")
     except UserError:
         names = ", ".join(entry.data.train_text or entry.data.dataset_name for entry in entries)
-        raise UserError(
-            f"the run in {config.run.output_dir} is complete, but was trained on {trained_name}, not on {names}; "
-            f"{way_out}"
-        ) from None
+        return f"was trained on {trained_name}, not on {names}"
+    return ""
 
 
 def with_vocabulary(config: Config, processes: Processes) -> Config:
