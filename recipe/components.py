@@ -100,7 +100,7 @@ def open_components(
             if state[name]:  # empty without a loss scale
                 component.load_state_dict(state[name])
         stack.enter_context(batches)  # starts prefetching, which verifies files against the restored checksums
-        stack.enter_context(metrics)
+        stack.enter_context(metrics.open())
         trained = raw_model, optimizer
         checkpoints = CheckpointManager(config, strategy, trained, stateful, metrics, descriptor, checkpoint)
         stack.callback(checkpoints.join)

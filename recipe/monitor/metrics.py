@@ -1,7 +1,5 @@
 """Measures and records a run: its loss, without waiting for the device, its throughput, and metrics.jsonl."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging
@@ -52,7 +50,7 @@ class Metrics:
     def __init__(
         self, config: Config, strategy: Strategy, batches: BatchLoader, first_step: int, *, is_rewound: bool = False
     ):
-        """For a run that starts or resumes at `first_step`: restore the state, then enter it as a context.
+        """For a run that starts or resumes at `first_step`: restore the state, then `open` it.
         `is_rewound`: the later checkpoints have been set aside, with a copy of metrics.jsonl."""
         self._config, self._strategy, self._batches, self._is_rewound = config, strategy, batches, is_rewound
         self._flops_per_token = flops_per_token(config.model, config.data.sequence_length)
@@ -65,15 +63,17 @@ class Metrics:
         self._read_step = first_step  # of the last reading
         self._values: dict = {}  # of the last reading
         self._grad_norm = torch.zeros((), device=strategy.device.torch_device)  # of the last step
-        self._exit_stack = ExitStack()
 
-    def __enter__(self) -> Metrics:
-        """Opens metrics.jsonl, the progress bar and the tracker. A collective call. Raises UserError."""
+    @contextmanager
+    def open(self) -> Generator[None, None, None]:
+        """Context: metrics.jsonl, the progress bar and the tracker are open. A collective call. Raises UserError."""
         processes, opt = self._strategy.runtime.processes, self._config.optimizer
-        with self._exit_stack as stack:
+        with ExitStack() as stack:
             if processes.is_main:
                 path = Path(self._config.run.output_dir) / "metrics.jsonl"
-                self._log = MetricsLog(path, self._read_step, self._has_lost_save)
+                self._log = MetricsLog(
+                    path, self._read_step, lambda step: due_at(step, self._config).save and not self._is_rewound
+                )
                 stack.callback(self._log.close)
                 self._values = self._log.earlier | self._values
             self._values = processes.broadcast_object(self._values)
@@ -83,15 +83,8 @@ class Metrics:
             if processes.is_main:
                 self.tracker.start()
                 stack.callback(self.tracker.close)
-            self._exit_stack = stack.pop_all()
-        self._window_start = time.perf_counter()  # of the time since the last reading; pauses move it forward
-        return self
-
-    def __exit__(self, *_) -> None:
-        self._exit_stack.close()
-
-    def _has_lost_save(self, step: int) -> bool:
-        return due_at(step, self._config).save and not self._is_rewound
+            self._window_start = time.perf_counter()  # of the time since the last reading; pauses move it forward
+            yield
 
     def record(self, step: int, *, read: bool) -> dict:
         """The record of this step, to which evaluations are added: values that an earlier process measured at this step

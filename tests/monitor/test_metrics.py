@@ -111,7 +111,8 @@ def test_a_record_holds_what_its_step_read_and_its_evaluations_also_after_a_resu
     strategy, batches = cpu_strategy(None, processes, peak_flops=5e5), SimpleNamespace(waited=lambda: 0.5)
     strategy.spike_filter = SimpleNamespace(check=lambda step: 2)
 
-    with Metrics(config, strategy, batches, 0) as metrics:
+    metrics = Metrics(config, strategy, batches, 0)
+    with metrics.open():
         with metrics.paused("saving"):
             clock.seconds += 4.0
         metrics.write(0, metrics.record(0, read=True))
@@ -139,7 +140,7 @@ def test_a_record_holds_what_its_step_read_and_its_evaluations_also_after_a_resu
     resumed_metrics = Metrics(config, strategy, batches, 5)
     resumed_metrics.load_state_dict(state)
     assert (resumed_metrics.seconds, resumed_metrics.pauses) == (13.0, 10.0)
-    with resumed_metrics:
+    with resumed_metrics.open():
         record = resumed_metrics.record(5, read=True)
         assert record["val_loss"] == 3.0  # of the earlier process, so that it is not measured again
         resumed_metrics.write(5, record)
