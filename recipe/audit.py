@@ -232,11 +232,11 @@ def distances(run: Values, replay: Values, start: Weights) -> dict[Key, float]:
     return {key: distance(key[1], run.get(key), replay.get(key), start) for key in keys}
 
 
-def first_difference(run: Values, replay: Values, sizes: dict[Key, float], limits: dict[Key, float] | None) -> str:
+def first_difference(run: Values, replay: Values, sizes: dict[Key, float], limits: dict[Key, float]) -> str:
     """A sentence about the first value whose distance from the replay's, in `sizes`, exceeds its limit; "" if there is
-    none. Without `limits`, values must be equal."""
+    none."""
     for key, size in sizes.items():
-        if not size <= (0.0 if limits is None else limits.get(key, EXACT_TOLERANCE)):  # NaN is different
+        if not size <= limits.get(key, EXACT_TOLERANCE):  # NaN is different
             a, b = (values.get(key, "missing") for values in (run, replay))
             is_tensor = torch.Tensor in (type(a), type(b))
             text = "differs from the replay's" if is_tensor else f"is {a}, and {b} in the replay"
@@ -340,13 +340,13 @@ def audit(interval: Interval, directory: Path, arguments: argparse.Namespace) ->
                 raise Different(f"{name} of step {interval.last:,} differs from the replay's")
     texts = [f"{name} {run_part.get(name)!r} in the run, {replay_part[name]!r} here" for name in sorted(changed)]
     sizes = distances(run_values, replay_values, {})
-    if not (difference := first_difference(run_values, replay_values, sizes, None)):
-        check_record(checkpoint.state, replayed.state, arguments.flags)
-        sentence = f"{interval.last - interval.first:,} steps equal to the bit{unchecked}"
-        return f"{sentence} ({'; '.join(texts)})" if texts else sentence
-    if not changed and replay_part["deterministic"]:
+    difference = first_difference(run_values, replay_values, sizes, dict.fromkeys(sizes, 0.0))
+    if difference and not changed and replay_part["deterministic"]:
         raise Different(difference)
     check_record(checkpoint.state, replayed.state, arguments.flags)
+    if not difference:
+        sentence = f"{interval.last - interval.first:,} steps equal to the bit{unchecked}"
+        return f"{sentence} ({'; '.join(texts)})" if texts else sentence
     circumstances = "; ".join(texts) or "this device is not deterministic"
     if changed & CASTS and {run_part["precision"], replay_part["precision"]} != {"fp32"}:
         raise NotComparable(f"half precision rounds differently here ({circumstances}); {WAY_OUT}")
