@@ -338,12 +338,11 @@ def _not_utf8(path: Path, error: UnicodeDecodeError) -> Exception:
     """The error for a byte that is not UTF-8, with its line; `error` itself, if the file is not one of lines."""
     if text_suffix(path) == ".parquet":
         return error
-    decoder, line = codecs.getincrementaldecoder("utf-8")(), 1
+    line = 1
     with pa.input_stream(str(path), PACKED.get(path.suffix.lower())) as file:
         try:
-            while chunk := file.read(MAX_PIECE):
-                line += decoder.decode(chunk).count("\n")
-            decoder.decode(b"", final=True)
+            for text in codecs.iterdecode(iter(lambda: file.read(MAX_PIECE), b""), "utf-8"):
+                line += text.count("\n")
         except UnicodeDecodeError as again:
             line += again.object.count(b"\n", 0, again.start)
             return ValueError(f"not UTF-8: byte {again.object[again.start]:#x} in line {line}")
