@@ -1,6 +1,5 @@
 """Reads a run's directory: its checkpoints, their manifests and metrics.jsonl; and finds the newest run."""
 
-import errno
 import json
 import re
 from contextlib import suppress
@@ -44,8 +43,6 @@ def read_metrics(path: Path) -> list[dict]:
     """The records of a metrics.jsonl, one a line; empty if there is no file. A line that is not a step's record, such
     as the unfinished last line of a killed run, is skipped. Raises UserError if the file cannot be read."""
     with reading(path, "make it readable, or move it away; the run then continues without the earlier metrics"):
-        if path.exists() and not path.is_file():
-            raise OSError(errno.EINVAL, "Not a regular file")  # opening a FIFO would block forever
         lines = path.read_text(errors="replace").splitlines() if path.exists() else []
     records = []
     for line in lines:

@@ -1,7 +1,6 @@
 """What a run measures and records: loss, throughput, and metrics.jsonl, also across resumes and failures."""
 
 import json
-import os
 from contextlib import closing
 from types import SimpleNamespace
 
@@ -62,10 +61,9 @@ def test_a_full_disk_costs_one_warning_and_no_line(tmp_path, caplog):
     assert caplog.text.count("cannot be written (File too large)") == 1
 
 
-@pytest.mark.parametrize("create", [os.mkdir, os.mkfifo])
-def test_a_metrics_path_that_is_not_a_file_is_refused(tmp_path, create):
-    create(tmp_path / "metrics.jsonl")
-    with pytest.raises(UserError, match=r"metrics\.jsonl cannot be read \(Not a regular file\); "):
+def test_a_metrics_path_that_is_not_a_file_is_refused(tmp_path):
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(UserError, match=r"metrics\.jsonl cannot be read \(Is a directory\); "):
         MetricsLog(tmp_path / "metrics.jsonl", 0)
 
 
