@@ -231,7 +231,7 @@ def tune_cpu(local_world_size: int) -> None:
         mallopt(m_top_pad, 64 * 2**20)
 
 
-def is_set_by_launcher(variable: str, option: str = "") -> bool:
+def is_set_by_launcher(variable: str, option: str | None = None) -> bool:
     """Whether an environment variable comes from `accelerate launch` or torchrun, which was started without it and
     without its `option`. If the system does not show the launcher's environment, it is assumed to."""
     launched = "ACCELERATE_MIXED_PRECISION" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ

@@ -69,7 +69,7 @@ def test_a_run_that_moves_to_another_device_chooses_again(whole_run):
 
 @pytest.mark.slow
 def test_all_processes_use_the_micro_batch_that_fits_each(shards, tmp_path):
-    result = run(shards, tmp_path / "run", "150e6,90e6", processes=2)
+    result = run(shards, tmp_path / "run", "150e6,100e6", processes=2)
     assert "batch      256 tokens = 2 processes x 2 micro-steps x 2 sequences x 32" in result.stdout
     assert re.search(r"micro      2 sequences a device: [\d.]+ MB of 150 MB, an estimate", result.stdout)
 
