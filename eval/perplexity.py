@@ -63,14 +63,15 @@ def shard_windows(
     """The first `limit` windows (default: all) of the shards of `val_shards`, (N, T + 1), uint16, the number of all
     windows, and the first 12 digits of each file's SHA-256. `vocab_size` is that of their tokenizer."""
     digests, T = val_shards(data), sequence_length
-    shards = [ShardReader(path, vocab_size) for path in digests]
-    starts = [range(0, len(shard) - T, T) for shard in shards]
-    if not (available := sum(map(len, starts))):
+    windows, available = [], 0
+    for path in digests:
+        shard = ShardReader(path, vocab_size)
+        starts = range(0, len(shard) - T, T)
+        taken = starts if limit is None else starts[: max(0, limit - available)]
+        windows.append(shard.runs(np.array(taken, np.int64), T + 1))
+        available += len(starts)
+    if not available:
         raise common.UserError(f"--data {data}: no shard has {sequence_length + 1:,} tokens. Lower --sequence_length")
-    windows, remaining = [], limit or available
-    for shard, shard_starts in zip(shards, starts, strict=True):
-        windows.append(shard.runs(np.array(shard_starts[:remaining], np.int64), T + 1))
-        remaining -= len(windows[-1])
     return np.concatenate(windows), available, {path.name: digest[:12] for path, digest in digests.items()}
 
 

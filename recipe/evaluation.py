@@ -47,8 +47,9 @@ class Evaluator:
     ):
         self.config, self.batch, self.strategy = config, batch, strategy
         self.raw_model, self.data, self.metrics = raw_model, data, metrics
-        self.tokenizer = open_tokenizer(config.data.tokenizer)
-        self._encode_row_text = cache(self._encode)  # HellaSwag's texts take seconds, and are the same each time
+        self.tokenizer = tokenizer = open_tokenizer(config.data.tokenizer)
+        # HellaSwag's texts take seconds, and are the same each time. Without `self`, which would keep the model alive.
+        self._encode = cache(lambda text: tokenizer.encode([text])[0].tolist())
 
     def validate(self, model: torch.nn.Module, step: int) -> dict[str, float]:
         """val_loss, the mean loss in nats per token over the first eval_tokens of the validation shards, the same ones
@@ -119,7 +120,7 @@ class Evaluator:
             model = LanguageModel(
                 body=body,
                 head=gpt2.head,
-                encode=self._encode_row_text,
+                encode=self._encode,
                 n_positions=self.config.model.n_positions,
                 device=gpt2.head_weight.device,
                 multiples=device.eval_multiples,
@@ -133,9 +134,6 @@ class Evaluator:
         text = ", ".join(f"{name.replace('_', ' ', 1)} {value:.4f}" for name, value in scores.items())
         logger.info("HellaSwag (%d rows): %s", n_rows, text)
         return {f"hellaswag_{name}": value for name, value in scores.items()} | {"hellaswag_rows": int(n_rows)}
-
-    def _encode(self, text: str) -> list[int]:
-        return self.tokenizer.encode([text])[0].tolist()
 
     def sample(self, step: int) -> dict[str, str]:
         """Continues each line of `sample_prompt`, or a line break; one seed gives the same text on every process."""

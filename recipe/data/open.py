@@ -185,16 +185,16 @@ def _open_stream(
     out, commit = Path(data.dataset_name), None
     # The main process's builder chooses the data set's commit; the builders of the other nodes receive it.
     # No process goes on before all builders have started: it could read the status file of an earlier run.
-    with processes.patiently() as patient:
+    with processes.with_long_timeout() as waiting:
         for starts_now in (processes.is_main, processes.local_rank == 0 and not processes.is_main):
-            with patient.shared_error("the stream did not start"):
+            with waiting.shared_error("the stream did not start"):
                 if starts_now:
                     builder = BuilderProcess(data, processes.local_world_size, commit, (state or {}).get("manifest"))
                     stack.callback(builder.close)
                     message = "data       streaming %s into %s, at most %g GB"
                     logger.info(message, _text_name(data), out, data.disk_budget_gb)
                     commit = open_manifest(out).source.get("commit")
-            commit = patient.broadcast_object(commit)
+            commit = waiting.broadcast_object(commit)
     if data.val_data:
         val_shards = _validation_shards(data)
     elif not (val_shards := open_manifest(out).shards_in(out, "val")):

@@ -20,6 +20,7 @@ import torch
 import yaml
 
 from recipe.utils.errors import UserError
+from recipe.utils.processes import is_set_by_launcher
 
 CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of the container, by Linux's control groups, version 2
 
@@ -229,16 +230,3 @@ def tune_cpu(local_world_size: int) -> None:
         mallopt(m_mmap_max, 0)
         mallopt(m_trim_threshold, 2**31 - 1)
         mallopt(m_top_pad, 64 * 2**20)
-
-
-def is_set_by_launcher(variable: str, option: str | None = None) -> bool:
-    """Whether an environment variable comes from `accelerate launch` or torchrun, which was started without it and
-    without its `option`. If the system does not show the launcher's environment, it is assumed to."""
-    launched = "ACCELERATE_MIXED_PRECISION" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ
-    if variable not in os.environ or not launched:
-        return False
-    try:
-        launcher = psutil.Process().parent()
-        return variable not in launcher.environ() and option not in launcher.cmdline()
-    except (psutil.Error, OSError, AttributeError):
-        return True

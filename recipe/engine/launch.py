@@ -13,10 +13,10 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, is_torch_xla_available, parse_flag_from_env
 
-from recipe.engine import hardware
 from recipe.engine.shutdown import StopSignal
 from recipe.utils.errors import ExitCode, Permanent, UserError, first_line, in_words, is_transient
 from recipe.utils.log import print_error
+from recipe.utils.processes import is_set_by_launcher
 from recipe.utils.redaction import redact
 from recipe.utils.units import plural
 
@@ -155,7 +155,7 @@ def check_launch() -> None:
             "--max_restarts needs --rdzv_backend c10d, and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment"
         )
     is_alone = not {"WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE"} & os.environ.keys()
-    if is_alone and not wants_tpu() and hardware.is_set_by_launcher("MASTER_PORT"):
+    if is_alone and not wants_tpu() and is_set_by_launcher("MASTER_PORT"):
         raise UserError(
             "Accelerate has started one process, though its settings are for several: distributed_type NO and "
             "MULTI_CPU start one, and so does --cpu; use accelerate_configs/ddp.yaml, for several nodes "

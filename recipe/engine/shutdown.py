@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 
 from recipe.utils.errors import ExitCode
+from recipe.utils.processes import is_launched
 
 logger = logging.getLogger(__name__)
 
@@ -62,8 +63,7 @@ class StopSignal:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
                 undo.callback(signal.signal, number, signal.signal(number, self._interrupt) or signal.SIG_DFL)
         undo.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False))
-        launched = "ACCELERATE_MIXED_PRECISION" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ
-        launcher = os.getppid() if launched else None
+        launcher = os.getppid() if is_launched() else None
         threading.Thread(target=self._listen, args=(read_fd, launcher), name="signals", daemon=True).start()
 
     @staticmethod

@@ -29,8 +29,8 @@ def flops_per_token(model: ModelConfig, sequence_length: int) -> int:
 
 
 def state_bytes(config: Config, batch: BatchPlan, sharding: str = "", precision: str = "bf16") -> int:
-    """Bytes a device holds throughout a run: weights, gradients and AdamW's two moments in fp32, 16 N; under DDP
-    20 N, with accumulation 24 N. Muon keeps one moment instead of two for the matrices that it updates.
+    """The most bytes that a device holds besides activations: weights, gradients and AdamW's two moments in fp32, 16 N;
+    under DDP 20 N, with accumulation 24 N. Muon keeps one moment instead of two for the matrices that it updates.
 
     ZeRO shards the moments and another fp32 copy of the weights across processes, at stage 2 the gradients too, at 3
     the weights; in fp16 the gradients and the first copy of the weights take 2 bytes a number. In addition there are

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import NoReturn, TypeVar
 
+import psutil
 import torch
 
 from recipe.utils.errors import Unreachable, UserError, is_transient
@@ -91,9 +92,8 @@ class Processes:
             raise kind(str(error or f"{failure} on another process; see its error message"))
 
     @contextmanager
-    def patiently(self) -> Generator[Processes, None, None]:
-        """Context: these processes, with a group in which they wait for each other for days and not for the timeout of
-        other collective calls."""
+    def with_long_timeout(self) -> Generator[Processes, None, None]:
+        """Context: these processes, whose collective calls on the CPUs time out after days."""
         group = torch.distributed.new_group(backend="gloo", timeout=LONG_TIMEOUT) if self.cpu_group else None
         yield replace(self, cpu_group=group)
         if group:
@@ -101,14 +101,31 @@ class Processes:
 
     def in_turns(self, action: Callable[[], Result], failure: str) -> Result:
         """What `action` returns, which the main process calls first, then one process of each other node, then the
-        rest, `patiently`; none after one that has failed, as in `shared_error`."""
+        rest; none after one that has failed, as in `shared_error`. They wait for days."""
         own_turn, results = 0 if self.is_main else 1 if self.local_rank == 0 else 2, []
-        with self.patiently() as processes:
+        with self.with_long_timeout() as processes:
             for turn in range(3):
                 with processes.shared_error(failure):
                     if turn == own_turn:
                         results.append(action())
         return results[0]
+
+
+def is_launched() -> bool:
+    """Whether `accelerate launch` or torchrun has started this process."""
+    return "ACCELERATE_MIXED_PRECISION" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def is_set_by_launcher(variable: str, option: str | None = None) -> bool:
+    """Whether an environment variable comes from the launcher, which was started without it and without its `option`.
+    If the system does not show the launcher's environment, it is assumed to."""
+    if variable not in os.environ or not is_launched():
+        return False
+    try:
+        launcher = psutil.Process().parent()
+        return variable not in launcher.environ() and option not in launcher.cmdline()
+    except (psutil.Error, OSError, AttributeError):
+        return True
 
 
 def exit_process(code: int) -> NoReturn:

@@ -25,7 +25,7 @@ from recipe.engine.shutdown import StopSignal
 from recipe.engine.strategy import start_accelerator
 from recipe.utils.errors import Permanent, Unreachable, UserError, reading
 from recipe.utils.processes import Processes
-from tests.conftest import ROOT, environment, launch, ok, refused, run_train
+from tests.conftest import ROOT, SHAKESPEARE, environment, launch, ok, refused, run_train, tiny_flags
 
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/"
 CLOSED = GLOO + "pair.cc:553] Connection closed by peer [10.0.0.2]:5555. This is typically caused by a remote crash."
@@ -389,6 +389,15 @@ def test_an_accelerate_file_needs_deepspeeds_file_and_sets_no_more(monkeypatch):
     monkeypatch.setenv("ACCELERATE_CONFIG_DS_FIELDS", "deepspeed_config_file,zero3_init_flag,gradient_clipping")
     with pytest.raises(UserError, match="sets gradient_clipping beside deepspeed_config_file; remove it"):
         zero_stage()
+
+
+@pytest.mark.slow
+def test_a_field_that_deepspeed_does_not_know_is_named_with_its_file(tmp_path):
+    config = {"zero_optimization": {"stage": 1, "overlapcomm": True}}
+    (file := tmp_path / "mine.json").write_text(json.dumps(config))
+    fields = tiny_flags(SHAKESPEARE, tmp_path / "run")
+    result = launch("zero1", 2, ROOT / "recipe/train.py", *fields, env={"ACCELERATE_DEEPSPEED_CONFIG_FILE": str(file)})
+    assert re.search(r"error: \S+/mine\.json is not accepted: .*overlapcomm", refused(result))
 
 
 def test_kaggles_address_of_the_tpu_is_dropped_before_torch_xla_starts(monkeypatch):

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import re
+import resource
 import shutil
 import sys
 import tracemalloc
@@ -154,6 +155,18 @@ def test_the_memory_of_an_evaluation_is_that_of_its_windows(tmp_path):
     tracemalloc.stop()
     assert ([window[0] for window in windows], available) == ([0, 32, 100], 2 + 49_999_999 // 32)
     assert peak < 5e6
+
+
+def test_more_shards_are_evaluated_than_files_may_be_open(tmp_path):
+    for number in range(100):
+        write_shard(tmp_path / f"val_{number:03}.bin", np.full(33, number))
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 20, limits[1]))
+    try:
+        windows, available, _ = perplexity.shard_windows(str(tmp_path), 32)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert (len(windows), available) == (100, 100)
 
 
 def test_prepared_shards_are_those_of_the_manifest(model_dir, tmp_path, command):
