@@ -11,7 +11,7 @@ from recipe.estimate.memory import HEADROOM, checkpoint_bytes, checkpoint_count,
 from recipe.model.gpt2 import GPT2LMHeadModel
 from recipe.optim.optimizer import make_optimizer, named_state
 from tests import processes as programs
-from tests.conftest import ok
+from tests.conftest import launch, ok
 
 SMALL = "--n_layer=2 --n_head=2 --n_embd=128 --sequence_length=128 --micro_batch_size=4 --total_batch_tokens=1024"
 GPT2 = "--n_layer=4 --micro_batch_size=4 --total_batch_tokens=8192"
@@ -38,6 +38,17 @@ def test_the_estimate_is_within_a_tenth_of_what_a_step_allocates(real, fake):
         assert line["estimate"] == pytest.approx(line["measured"], rel=0.1), line
         # Without weights, gradients and optimizer state, which would hide an error in small models.
         assert line["estimate"] - line["state"] == pytest.approx(line["measured"] - line["state"], rel=0.25), line
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("total_batch_tokens", [512, 1024])
+def test_the_second_step_under_ddp_holds_two_sets_of_buckets(total_batch_tokens):
+    """And with accumulation the gradients of the first micro-step, in neither."""
+    options = "--n_layer=4 --n_embd=256 --n_head=4 --sequence_length=64 --n_positions=64 --micro_batch_size=4"
+    options += f" --total_batch_tokens={total_batch_tokens}"
+    result = ok(launch("ddp", 2, "-m", "tests.estimate.memory_probe", f"--real={options}"))
+    line = json.loads(next(line for line in result.stdout.splitlines() if line.startswith("{")))
+    assert line["estimate"] == pytest.approx(line["measured"], rel=0.02), line
 
 
 @pytest.mark.parametrize(
