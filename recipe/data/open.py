@@ -18,7 +18,7 @@ from recipe.data.stream import BuilderProcess, StreamedDataset, open_manifest
 from recipe.data.tokenizer import open_tokenizer
 from recipe.utils.errors import UserError
 from recipe.utils.processes import Processes
-from recipe.utils.units import plural
+from recipe.utils.units import plural, si
 
 logger = logging.getLogger(__name__)
 
@@ -150,7 +150,7 @@ def _open_prepared(data: DataConfig, settings: tuple[int, ...], sequences: float
         level, note, epochs = logging.INFO, "", sequences / windows
         if epochs >= 4:  # Muennighoff et al. (2023)
             level, note = logging.WARNING, "; from four on, more text helps more than more steps"
-        logger.log(level, "epochs     %.3g over %s%s", epochs, data.dataset_name, note)
+        logger.log(level, "epochs     %s over %s%s", si(epochs), data.dataset_name, note)
     return datasets
 
 

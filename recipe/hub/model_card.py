@@ -175,7 +175,7 @@ def _data_rows(state: dict, text: dict) -> dict[str, object]:
         "commit of the data set": text.get("commit"),
         "SHA-256 of the text": files[0].get("sha256") if len(files) == 1 else None,
         "shards": f"{len(shards):,} with {tokens:,} tokens" + ("" if complete else " so far"),
-        "epochs": f"{text['share'] * state['tokens'] / read_at_once:.3g}" if complete and read_at_once else None,
+        "epochs": si(text["share"] * state["tokens"] / read_at_once) if complete and read_at_once else None,
         "SHA-256 of the shard": shards[0][2] if len(shards) == 1 else None,
         "tokenizer": f"{tokenizer_name} byte-level BPE, {state['config'].get('vocab_size', 50257):,} tokens",
     }
