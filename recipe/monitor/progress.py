@@ -35,6 +35,7 @@ class Progress:
         """For a run of `steps` steps of `step_tokens` tokens each, or of `hours`, that starts after `first_step`."""
         self._total_seconds = 3600 * hours
         self._steps, self._step_tokens, self._first_step, self._show = steps, step_tokens, first_step, show
+        self._first_reading = math.inf  # its step; the speed up to it includes compilation
         self._newest: dict[str, float] = {}  # the newest value of each column on the bar
         self._warning = ""
         on_terminal = sys.stderr.isatty() and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
@@ -55,6 +56,8 @@ class Progress:
 
     def report(self, record: dict, warning: str = "", elapsed: float = 0.0) -> None:
         """Shows a record of metrics.jsonl, and a warning that must not scroll away, after `elapsed` seconds."""
+        if record["step"] > self._first_step and record["tokens_per_second"]:
+            self._first_reading = min(self._first_reading, record["step"])
         fraction = record["step"] / self._steps
         if self._total_seconds:
             fraction = min(1.0, elapsed / self._total_seconds)
@@ -98,7 +101,7 @@ class Progress:
         values = {k: v for k, v in record.items() if isinstance(v, (int, float)) and math.isfinite(v)}
         texts = [form.format(values[column] * factor) for column, form, factor in _FIGURES if column in values]
         speed = values.get("tokens_per_second")
-        if speed and self._first_step + 1 < values["step"] < self._steps:  # the first step compiles
+        if speed and self._first_reading < values["step"] < self._steps:
             seconds = (self._steps - values["step"]) * self._step_tokens / speed
             if self._total_seconds:
                 seconds = max(0.0, self._total_seconds - elapsed)

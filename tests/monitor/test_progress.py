@@ -42,10 +42,13 @@ class Terminal(io.StringIO):
 
 def test_the_bar_shows_loss_tokens_speed_and_time_left_in_eighty_columns(monkeypatch):
     terminal = Terminal(monkeypatch, 80)
-    progress = Progress(19_073, 2**19, 498, show=True)
+    progress = Progress(19_073, 2**19, 480, show=True)
     assert terminal.bar.startswith("first steps: 3%|")
-    progress.report(RECORD | {"step": 499})
-    assert " left" not in terminal.bar  # the first step may have compiled
+    for step in (480, 490):  # of an earlier process, and of the first steps of this one, which may have compiled
+        progress.report(RECORD | {"step": step})
+        assert " left" not in terminal.bar
+    for _ in range(498 - 480):
+        progress.advance()
     progress.report(RECORD)  # and 18,573 more steps of 2.8 s
     for figure in ("3%|", "loss 3.4124", "261M/10.0G tok", "187,234 tok/s", "MFU 47.1 %", "14 h 27 min left"):
         assert figure in terminal.bar, terminal.bar
@@ -69,6 +72,7 @@ def test_a_log_has_a_line_for_each_record_and_one_a_minute_in_a_long_pause(capsy
     empty = dict.fromkeys(RECORD)
     progress.report(empty | {"step": 0, "tokens": 0, "learning_rate": 1e-6, "val_loss": 10.95})
     progress.report(empty | {"step": 2, "tokens": 2**20})  # only a checkpoint was due: no line
+    progress.report(RECORD | {"step": 490, "learning_rate": None, "mfu": None})
     progress.report(RECORD | {"val_loss": 3.50149, "data_wait": 0.12, "skipped_steps": 1}, "step 500 not saved")
     with progress.during("validating") as tick:
         for batches_done in range(1, 4):
@@ -77,6 +81,7 @@ def test_a_log_has_a_line_for_each_record_and_one_a_minute_in_a_long_pause(capsy
     Progress(1000, 2**19, 0, show=False).report(RECORD)  # of another process: no line
     assert capsys.readouterr().out.splitlines() == [
         "step 0       0 %  lr 1.0e-06  val 10.9500",
+        "step 490    49 %  loss 3.4124  187,234 tok/s",
         "step 500    50 %  loss 3.4124  lr 5.7e-04  187,234 tok/s  MFU 47.1 %  val 3.5015  23 min 20 s left  "
         "12 % waiting for data  1 step skipped  WARNING: step 500 not saved",
         "validating, 3 of 9 batches",
