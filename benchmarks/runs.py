@@ -66,7 +66,7 @@ class Run:
     def turn(self, seconds: float, min_steps: int = 1, timeout: float = 600) -> float:
         """Lets the program run for `seconds` of complete lines, of logging_steps steps each, and until it has taken
         `min_steps` in total; pauses it; returns these lines' median tokens per second. Raises Void if it ends, or
-        completes no line within `timeout` seconds."""
+        takes fewer steps or completes no line within `timeout` seconds."""
         self._send(signal.SIGCONT)
         self._read_lines()
         # The next line does not count: its steps were interrupted or are the first, which compile, and they refill the
@@ -76,14 +76,15 @@ class Run:
             time.sleep(0.1)
             self._read_lines()
             rates = [line["tokens_per_second"] for line in self.lines[first_line:]]
-            is_done = sum(self._line_tokens / rate for rate in rates) >= seconds
-            if rates and ((is_done and self.lines[-1]["step"] >= min_steps) or time.monotonic() > deadline):
+            is_late, steps = time.monotonic() > deadline, self.lines[-1]["step"] if self.lines else 0
+            is_done = is_late or sum(self._line_tokens / rate for rate in rates) >= seconds
+            if rates and is_done and steps >= min_steps:
                 self.pause()
                 return statistics.median(rates)
             if self._process.poll() is not None:
                 raise Void(self._error())
-            if time.monotonic() > deadline:
-                raise Void(f"no logged step in {timeout:.0f} s")
+            if is_late:
+                raise Void(f"too slow: at step {steps} after {timeout:.0f} s")
 
     def pause(self) -> None:
         """Pauses the program until its next turn."""

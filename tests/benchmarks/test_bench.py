@@ -78,6 +78,8 @@ def test_a_program_takes_no_steps_between_its_turns(start):
     time.sleep(3)
     run.turn(0.1)
     assert run.lines[n_lines + 1]["tokens_per_second"] > 128 / 3  # the step did not take the three seconds of the pause
+    with pytest.raises(Void, match=r"too slow: at step \d+ after 1 s"):  # peers.py compares the losses of 20 steps
+        run.turn(0, min_steps=10**6, timeout=1)
     assert [line["step"] for line in run.lines] == list(range(1, len(run.lines) + 1))
 
 
