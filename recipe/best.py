@@ -231,7 +231,8 @@ def search(
     training_s = best.tokens / forecaster.tokens_per_second(best.size)
     if request.tokens or training_s < EARLY_END * seconds:
         steps = max(1, round(best.tokens / fields["total_batch_tokens"][0]))
-        fields["max_steps"] = steps, "as requested" if request.tokens else "more epochs would not lower the loss"
+        in_full = request.tokens and best.tokens < MAX_EPOCHS * forecaster.text.tokens
+        fields["max_steps"] = steps, "as requested" if in_full else "more epochs would not lower the loss"
         if not request.tokens:
             logger.info("time       about %s of the %s that are left", duration(training_s), duration(seconds))
     else:

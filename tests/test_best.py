@@ -209,6 +209,12 @@ def test_more_time_is_not_said_to_make_a_larger_model_than_the_largest(call_here
     assert "limit      the time; no model is larger." in result.stdout
 
 
+@pytest.mark.parametrize(("tokens", "reason"), [("3e5", "as requested"), ("3e6", "more epochs would not lower")])
+def test_a_recipe_says_whether_it_takes_as_many_tokens_as_were_requested(tokens, reason, call_here):
+    ok(call_here("--text", SHAKESPEARE, "--device", "h100", "--tokens", tokens, "--run_name", "tokens"))
+    assert re.search(rf"^max_steps: \d+  # {reason}", Path("runs/tokens/recipe.yaml").read_text(), re.MULTILINE)
+
+
 def test_the_speed_is_measured_with_the_batch_of_the_recipe(monkeypatch):
     """Half the batch has twice the steps, whose optimizer takes a fifth of the time on a CPU. And less time, after the
     trials, may have a smaller size as its best."""
