@@ -191,7 +191,8 @@ def _forecast(config: Config, batch: BatchPlan, strategy: Strategy) -> str:
     times = [opt.max_steps * flops / speed for speed in dict.fromkeys((high, low))]
     estimate = " to ".join(map(duration, times))
     if run.price_per_hour:
-        estimate += f", {' to '.join(f'${seconds / 3600 * run.price_per_hour:,.0f}' for seconds in times)},"
+        costs = [seconds / 3600 * run.price_per_hour for seconds in times]
+        estimate += f", {' to '.join(f'${cost:,.{2 if cost < 10 else 0}f}' for cost in costs)},"
     return f"time       about {estimate} {basis}"
 
 

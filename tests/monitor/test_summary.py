@@ -43,10 +43,10 @@ def test_a_dry_run_for_other_devices_describes_those_devices():
     # 9 ms a step by the speed of eight, and 10.8 by the lowest
     spread = panel("128xh100", "--config=gpt2")["time"]
     assert re.fullmatch("about 3 min 11 s to 3 min 2. s at .*; on 128 comm.* time; a step takes at least 10 ms", spread)
-    small = panel("h100", "--max_steps=1000", "--micro_batch_size=auto")
+    small = panel("h100", "--max_steps=1000", "--micro_batch_size=auto", "--price_per_hour=30")
     memory = small["memory"].split()
     assert f": {memory[1]} {memory[2]} of 80 GB, an estimate" in small["micro"], "in the same unit"
-    assert small["time"].startswith("about 10 s at ")
+    assert small["time"].startswith("about 10 s, $0.08, at ")
     assert panel("a100", *argv)["time"].startswith("about 12 h 35 min to 13 h 49 min at 54.5 to 59.9 % MFU")
     # 288,827 and 243,000 tokens/s
     assert panel("v3-8", *argv)["time"].startswith("about 9 h 31 min to 11 h 18 min at 42.2 to 50.2 % MFU, published")
