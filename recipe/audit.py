@@ -43,6 +43,7 @@ from recipe.monitor.metrics import sha256_before
 from recipe.utils.checkpoints import checkpoints, manifest_of, newest_run, read_metrics, step_of
 from recipe.utils.errors import ArgumentParser, ExitCode, UserError
 from recipe.utils.processes import Processes
+from recipe.utils.units import plural
 
 # What decides where numbers are cast to 16 bits, and (CIRCUMSTANCES) all that must be the same for equal bits.
 CASTS = {"device", "method", "compiled", "fused_loss", "packages", "precision"}
@@ -345,7 +346,7 @@ def audit(interval: Interval, directory: Path, arguments: argparse.Namespace) ->
         raise Different(difference)
     check_record(checkpoint.state, replayed.state, arguments.flags)
     if not difference:
-        sentence = f"{interval.last - interval.first:,} steps equal to the bit{unchecked}"
+        sentence = f"{plural(interval.last - interval.first, 'step')} equal to the bit{unchecked}"
         return f"{sentence} ({'; '.join(texts)})" if texts else sentence
     circumstances = "; ".join(texts) or "this device is not deterministic"
     if changed & CASTS and {run_part["precision"], replay_part["precision"]} != {"fp32"}:

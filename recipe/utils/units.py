@@ -4,8 +4,8 @@ from collections.abc import Iterable
 
 
 def plural(n: int, noun: str, ending: str = "s") -> str:
-    """1 step, 2 steps."""
-    return f"{n} {noun}{ending if n != 1 else ''}"
+    """1 step, 2,000 steps."""
+    return f"{n:,} {noun}{ending if n != 1 else ''}"
 
 
 def some(names: Iterable[str], limit: int = 3) -> str:
