@@ -14,6 +14,7 @@ from eval.published import HELLASWAG_ROWS, SIZES
 from eval.scores import all_scores, table_row
 from recipe.utils.checkpoints import checkpoints, read_metrics, step_of
 from recipe.utils.errors import UserError, reading
+from recipe.utils.schema import COUNT, check
 
 REFERENCES = Path(__file__).resolve().parent / "references"
 # Settings within 5 % of each other count as equal: 19,073 and 19,560 steps differ by less than the noise.
@@ -33,6 +34,10 @@ DATASETS = {
     "skylion007/openwebtext": "OpenWebText",
     "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed": "tiny Shakespeare",
 }
+# The schema (recipe/utils/schema.py) of what is read of trainer_state.json, which others may have written.
+_SOURCE = {"train_text": (None, str), "files": (None, [dict])}
+_PART = {"from_step": COUNT, "config": (None, dict), "data": _SOURCE}
+_STATE = {"config": dict, "engine": str, "about": [_PART]}
 
 
 @dataclass(frozen=True)
@@ -147,6 +152,7 @@ def read_run(path: str | Path) -> Run:
     if checkpoint_dirs:
         with reading(checkpoint_dirs[-1] / "trainer_state.json", "move that checkpoint away"):
             state = json.loads((checkpoint_dirs[-1] / "trainer_state.json").read_text())
+            check(state, _STATE)
             config, engine, about = (state[name] for name in ("config", "engine", "about"))
     return Run(utf8(directory.resolve().name), directory, records, config, engine, about, scores)
 
@@ -163,8 +169,8 @@ def _is_close(key: str, value: float, expected: float) -> bool:
 
 def _known_text(source: dict) -> str:
     """The name in DATASETS of a source, which is a repository (ORG/NAME) or local files; empty if unknown."""
-    repository = source.get("train_text", "").lower()
-    digests = [file.get("sha256") for file in source.get("files", [])]
+    repository = (source.get("train_text") or "").lower()
+    digests = [file.get("sha256") for file in source.get("files") or []]
     return DATASETS.get(digests[0] if len(digests) == 1 else repository, "")
 
 

@@ -72,7 +72,7 @@ def write_run(directory, lines, config=None, results=None, about=SHIPPED):
     if config:
         checkpoint = directory / f"step_{lines[-1]['step']:08d}"
         checkpoint.mkdir()
-        state = {"config": config, "engine": "CPU", "about": about}
+        state = {"config": config, "engine": "CPU", "about": [{"from_step": 0} | part for part in about]}
         for name, content in {"trainer_state": state, "results": results or {}, "config": {}}.items():
             (checkpoint / f"{name}.json").write_text(json.dumps(content))
         (checkpoint / "model.safetensors").touch()
@@ -290,7 +290,10 @@ def test_a_short_run_is_drawn_as_far_as_it_goes(lines, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["trainer_state", "results"])
-@pytest.mark.parametrize("text", ["", "{", "[1]"])
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[1]", *(f'{{"config": {{}}, "engine": "", "about": {about}}}' for about in ("null", "[{}]"))],
+)
 def test_a_damaged_file_is_an_error_of_one_line(name, text, tmp_path, monkeypatch, capsys):
     run = write_run(tmp_path / "run", lines_of()[:9], config_of(), {"hellaswag": {"scores": []}})
     (path,) = run.glob(f"step_*/{name}.json")
