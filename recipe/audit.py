@@ -12,6 +12,7 @@ and the run may differ from the first replay by a few times that (docs/fault-tol
 
 import argparse
 import copy
+import functools
 import math
 import os
 import random
@@ -325,8 +326,8 @@ def audit(interval: Interval, directory: Path, arguments: argparse.Namespace) ->
     """Replays an interval in `directory`; returns a sentence on what holds, and how tightly. Raises Different and
     NotComparable."""
     check_intact(interval)
-    options = options_of(interval, directory, arguments.repo, shlex.split(arguments.flags))
-    command = [*(shlex.split(arguments.launch) or [sys.executable]), str(ROOT / "recipe/train.py"), *options]
+    options = options_of(interval, directory, arguments.repo, arguments.flags)
+    command = [*(arguments.launch or [sys.executable]), str(ROOT / "recipe/train.py"), *options]
     checkpoint, replayed = load_checkpoint(interval.end), replay(interval, directory / "replay", command)
     replay_values = values_of(replayed, interval)
     run_values, unchecked = without_later_values(values_of(checkpoint, interval), replay_values, interval)
@@ -344,7 +345,7 @@ def audit(interval: Interval, directory: Path, arguments: argparse.Namespace) ->
     difference = first_difference(run_values, replay_values, sizes, dict.fromkeys(sizes, 0.0))
     if difference and not changed and replay_part["deterministic"]:
         raise Different(difference)
-    check_record(checkpoint.state, replayed.state, arguments.flags)
+    check_record(checkpoint.state, replayed.state, " ".join(arguments.flags))
     if not difference:
         sentence = f"{plural(interval.last - interval.first, 'step')} equal to the bit{unchecked}"
         return f"{sentence} ({'; '.join(texts)})" if texts else sentence
@@ -368,6 +369,14 @@ def audit(interval: Interval, directory: Path, arguments: argparse.Namespace) ->
     return f"holds: {'; '.join(tightness)} ({circumstances}){unchecked}"
 
 
+def _words(text: str) -> list[str]:
+    """An argparse type: the words of a command line."""
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{error} in {text}: close the quote, or put a backslash before it") from None
+
+
 def main(argv: list[str] | None = None) -> int:
     """Runs the command; returns the exit code: 0 it holds, 1 different, 69 not comparable here."""
     parser = ArgumentParser(prog="python -m recipe.audit", description=__doc__.partition("\n")[0])
@@ -377,8 +386,9 @@ def main(argv: list[str] | None = None) -> int:
     choice = parser.add_mutually_exclusive_group()
     choice.add_argument("--last", type=int, default=1, metavar="N", help="replay the last N intervals (default: 1)")
     choice.add_argument("--random", type=int, metavar="N", help="replay N intervals, drawn at random")
-    parser.add_argument("--launch", default="", help="command that launches the replay (default: python, one process)")
-    parser.add_argument("--flags", default="", help="flags of recipe/train.py to change: '--dataset_name DIRECTORY'")
+    add_words = functools.partial(parser.add_argument, type=_words, default=[])
+    add_words("--launch", help="command that launches the replay (default: python, one process)")
+    add_words("--flags", help="flags of recipe/train.py to change: '--dataset_name DIRECTORY'")
     try:
         arguments = parser.parse_args(argv)
         with tempfile.TemporaryDirectory(prefix="audit-") as directory:

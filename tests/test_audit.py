@@ -47,6 +47,14 @@ def test_an_audit_needs_at_least_one_interval(option, tmp_path, capsys):
     assert "--last and --random take a number of intervals, 1 or more" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("option", ["--launch", "--flags"])
+def test_a_quote_that_is_not_closed_is_named(option, tmp_path, capsys):
+    """As in --flags "--dataset_name /data/Bob's"."""
+    assert audit.main([str(tmp_path), f"{option}=x /data/Bob's"]) == 2
+    error = f"error: argument {option}: No closing quotation in x /data/Bob's: close the quote, or put a backslash"
+    assert capsys.readouterr().err.startswith(error)
+
+
 @pytest.fixture(scope="module")
 def resumed_run(shards, once):
     """A run that was killed after step 13 and resumed from its checkpoint of step 10."""
