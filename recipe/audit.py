@@ -12,7 +12,6 @@ and the run may differ from the first replay by a few times that (docs/fault-tol
 
 import argparse
 import copy
-import functools
 import math
 import os
 import random
@@ -386,9 +385,10 @@ def main(argv: list[str] | None = None) -> int:
     choice = parser.add_mutually_exclusive_group()
     choice.add_argument("--last", type=int, default=1, metavar="N", help="replay the last N intervals (default: 1)")
     choice.add_argument("--random", type=int, metavar="N", help="replay N intervals, drawn at random")
-    add_words = functools.partial(parser.add_argument, type=_words, default=[])
-    add_words("--launch", help="command that launches the replay (default: python, one process)")
-    add_words("--flags", help="flags of recipe/train.py to change: '--dataset_name DIRECTORY'")
+    launch_help = "command that launches the replay (default: python, one process)"
+    parser.add_argument("--launch", type=_words, default=[], help=launch_help)
+    flags_help = "flags of recipe/train.py to change: '--dataset_name DIRECTORY'"
+    parser.add_argument("--flags", type=_words, default=[], help=flags_help)
     try:
         arguments = parser.parse_args(argv)
         with tempfile.TemporaryDirectory(prefix="audit-") as directory:

@@ -143,8 +143,8 @@ def parse_request(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         amount, request.hours = f"{request.tokens:g}-tokens".replace("e+0", "e").replace("e+", "e"), 0
     if not request.tokens >= 0:
         raise UserError(f"--tokens {request.tokens:g}: give how many to train on, such as 1e9")
-    if not request.tokens and not 3600 * request.hours >= MIN_TIME_S:
-        raise UserError(f"{request.hours:g} hours are too few to start; give {MIN_TIME_S / 3600:g} or more")
+    if not request.tokens and not MIN_TIME_S <= 3600 * request.hours < math.inf:
+        raise UserError(f"{request.hours:g} hours: give {MIN_TIME_S / 3600:g}, the fewest possible, or more")
     given = {flag[2:].partition("=")[0] for flag in flags if flag.startswith("--")}
     for name in given - FIELDS.keys():
         raise UserError(f"unknown '--{name}'{hint(name, FIELDS | vars(request))}")

@@ -539,12 +539,13 @@ def test_print_run_prints_the_directory_of_the_run_after_its_length(length, name
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--hours", "0.001"], "0.001 hours are too few to start; give 0.025 or more"),
-        (["--hours", "nan"], "nan hours are too few to start; give 0.025 or more"),
+        (["--hours", "0.001"], "0.001 hours: give 0.025, the fewest possible, or more"),
+        (["--hours", "nan"], "nan hours: give 0.025, "),
+        (["--hours", "inf"], "inf hours: give 0.025, "),
         (["--tokens", "-5"], "--tokens -5: give how many to train on"),
         (["--dollars", "20"], "--dollars needs --price_per_hour"),
         (["--dollars", "20", "--price_per_hour", "-1"], "--dollars needs --price_per_hour"),
-        (["--dollars", "0", "--price_per_hour", "28"], "0 hours are too few to start"),
+        (["--dollars", "0", "--price_per_hour", "28"], "0 hours: give 0.025, "),
         (["--text", "empty.txt"], "--text empty.txt holds no text"),
         (["--max_steps", "500"], "--max_steps needs an existing recipe; for a new one give --hours, --tokens or"),
         (["--n_embd", "80"], "--n_embd: best.py chooses the shape and the batch; change them in a copy of its recipe"),
