@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import psutil
 import pytest
 import yaml
 
@@ -633,6 +634,7 @@ def test_what_a_plan_without_trials_expects_is_within_its_error(size, tokens, un
 @pytest.mark.parametrize("processes", [1, 4])
 def test_a_size_is_compared_if_it_fits_each_processs_share_of_the_memory_with_a_margin(processes, monkeypatch):
     """On CPUs, of whose memory 92 % may be used."""
+    monkeypatch.setattr("recipe.utils.machine.CGROUP", Path("no container"))
     strategy, size = open_strategy("fp32"), (12, 768)
     strategy.runtime.processes = Processes(world_size=processes, local_world_size=processes)
     needed = forecast.memory_of(size, 50257, strategy)
@@ -641,6 +643,19 @@ def test_a_size_is_compared_if_it_fits_each_processs_share_of_the_memory_with_a_
         monkeypatch.setattr("psutil.virtual_memory", lambda memory=memory: memory)
         *_, last = Forecaster(strategy, ENDLESS, 50257).forecasts(3600)
         assert (last.size, last.limit) == (largest, "memory")
+
+
+@pytest.mark.parametrize("file", ["memory.max", "memory/memory.limit_in_bytes"])
+def test_a_size_is_compared_if_it_fits_a_containers_memory(file, tmp_path, monkeypatch):
+    """Which counts what this process has taken already. The kernel ends a process that exceeds it."""
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=10**12))
+    monkeypatch.setattr("recipe.utils.machine.CGROUP", tmp_path)
+    taken, needed = psutil.Process().memory_info().rss, forecast.memory_of((12, 768), 50257, open_strategy("fp32"))
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    for limit, largest in ((str(taken + needed), (10, 512)), (str(2 * taken + 2 * needed), (12, 768)), ("max", None)):
+        (tmp_path / file).write_text(f"{limit}\n")
+        *_, last = Forecaster(open_strategy("fp32"), ENDLESS, 50257).forecasts(3600)
+        assert last.size == (largest or forecast.SIZES[-1]), limit
 
 
 @pytest.mark.parametrize(("rate", "power"), [(100.0, 1), (1e7, 0)])

@@ -25,6 +25,7 @@ from recipe.data.shards import DTYPE, Manifest
 from recipe.data.tokenizer import GPT2Tokenizer
 from recipe.utils.errors import UserError, reading
 from recipe.utils.files import sha256_of
+from recipe.utils.machine import usable_cores
 from recipe.utils.units import plural, some
 
 logger = logging.getLogger(__name__)
@@ -134,8 +135,8 @@ class Column:
 
 def tokenized(pieces: Iterable[Piece], tokenizer: GPT2Tokenizer) -> Iterator[tuple[Piece, np.ndarray]]:
     """Yields each piece with its tokens, (tokens,), uint16, in order. Tokenizes a few batches ahead on one thread per
-    core, since tokenizers release the GIL."""
-    threads = os.cpu_count() or 1
+    core that it may use, since tokenizers release the GIL."""
+    threads = usable_cores()
 
     def encode(batch: list[Piece]) -> list[tuple[Piece, np.ndarray]]:
         texts = iter(tokenizer.encode([piece.content for piece in batch if isinstance(piece.content, str)]))

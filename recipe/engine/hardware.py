@@ -15,14 +15,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-import psutil
 import torch
 import yaml
 
 from recipe.utils.errors import UserError
+from recipe.utils.machine import usable_cores
 from recipe.utils.processes import is_set_by_launcher
-
-CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of the container, by Linux's control groups, version 2
 
 
 class DataSheet(NamedTuple):
@@ -217,13 +215,7 @@ def tune_cpu(local_world_size: int) -> None:
     """
     threads = os.environ.get("OMP_NUM_THREADS")
     if not threads or (threads == "1" and is_set_by_launcher("OMP_NUM_THREADS", "--num_cpu_threads_per_process")):
-        cores = psutil.cpu_count(logical=False) or os.cpu_count() or 1
-        if hasattr(os, "sched_getaffinity"):
-            cores = min(cores, len(os.sched_getaffinity(0)))
-        with suppress(OSError, ValueError):  # a container's quota: "200000 100000" is two cores, and "max 100000" all
-            quota, period = CPU_QUOTA.read_text().split()
-            cores = min(cores, round(int(quota) / int(period)))
-        torch.set_num_threads(max(1, cores // local_world_size))
+        torch.set_num_threads(max(1, usable_cores(logical=False) // local_world_size))
     if platform.libc_ver()[0] == "glibc":
         m_trim_threshold, m_top_pad, m_mmap_max = -1, -2, -4  # malloc.h
         mallopt = ctypes.CDLL(None).mallopt

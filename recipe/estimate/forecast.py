@@ -7,8 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from recipe.config import BatchPlan, Config, DataConfig, OptimizerConfig, RunConfig, parse_config
 from recipe.data.survey import ENGLISH, Text
 from recipe.engine.strategy import Strategy
@@ -16,6 +14,7 @@ from recipe.estimate.cost import expected_flops
 from recipe.estimate.memory import HEADROOM, flops_per_token, step_memory
 from recipe.estimate.micro_batch import memory_kind
 from recipe.estimate.scaling import SIZES, Size, block_parameters, error_of, law, line_through, model_of
+from recipe.utils.machine import usable_memory
 
 MAX_PARAMETERS = 3  # in the blocks per token of text, of which a gain was measured: docs/log.md
 MAX_EPOCHS = 4  # by the law all further ones together are worth less than a quarter of an epoch of new text
@@ -56,7 +55,7 @@ class Forecaster:
             model = model_of(size, vocab_size)
             batch = batch_tokens(MAX_EPOCHS * text.tokens, model.n_positions * self._devices)
             expected[size] = expected_flops(device, processes.world_size, model, batch * self.flops(size))
-        memory = device.memory or psutil.virtual_memory().available // processes.local_world_size
+        memory = device.memory or usable_memory() // processes.local_world_size
         self._expected, memory = processes.broadcast_object((expected, memory))  # each process measures its own
         # The sizes that are compared, and what rules out the next larger one.
         self._sizes, self._limit = list(SIZES[:1]), ""

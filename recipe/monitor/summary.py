@@ -29,6 +29,7 @@ from recipe.monitor.metrics import Metrics
 from recipe.utils.checkpoints import val_losses
 from recipe.utils.errors import ExitCode
 from recipe.utils.files import nearest_directory
+from recipe.utils.machine import usable_cores
 from recipe.utils.units import duration, gb, plural, si
 
 logger = logging.getLogger(__name__)
@@ -166,8 +167,10 @@ def _launch_notes(strategy: Strategy) -> Iterator[str]:
 def _device_notes(config: Config, strategy: Strategy) -> Iterator[str]:
     """Hardware that is busy or idle, and what this run does not use of it."""
     device, cores = strategy.device, os.cpu_count() or 1
-    if device.type == "cpu" and (busy := cores * psutil.cpu_percent(interval=0.2) / 100) > 0.5:  # while this one sleeps
-        yield f"other programs use {busy:.1f} of {cores} cores, which slows this run"
+    if device.type == "cpu":
+        busy = cores * psutil.cpu_percent(interval=0.2) / 100  # while this program sleeps
+        if busy > cores - usable_cores() + 0.5:  # fewer are idle than a container, say, may use
+            yield f"other programs use {busy:.1f} of {cores} cores, which slows this run"
     if device.type == "cpu" and (has_tpu() or has_torch_tpu()):
         yield "this machine's TPU is idle; accelerate_configs/tpu.yaml uses it"
     if config.run.torch_compile and strategy.runtime.no_compile:

@@ -504,7 +504,7 @@ def test_the_command_makes_the_same_shards_and_summarizes_them(reference, tmp_pa
 def test_progress_moves_within_a_file(tmp_path, monkeypatch, capsys, name):
     """In bytes. Without a terminal, the bar is printed once a minute; here, each time."""
     monkeypatch.setattr("recipe.data.prepare.BETWEEN_BARS_S", 0)
-    monkeypatch.setattr(os, "cpu_count", lambda: 1)  # more threads would read all before anything is tokenized
+    monkeypatch.setattr("recipe.data.documents.usable_cores", lambda: 1)  # more would read all before they tokenize
     if name == "d.jsonl":
         write_jsonl(tmp_path / name, STORIES * 3)
     elif name == "d.parquet":

@@ -87,6 +87,20 @@ def test_a_text_whose_lines_end_in_punctuation_is_cut_between_them():
     assert first.endswith("。")
 
 
+def test_text_is_tokenized_on_the_cores_that_a_container_may_use(tmp_path, monkeypatch):
+    """More threads use up its quota at once, and the process that trains waits for the next one with them."""
+    (tmp_path / "cpu.max").write_text("200000 100000\n")
+    monkeypatch.setattr("recipe.utils.machine.CGROUP", tmp_path)
+    monkeypatch.setattr("os.cpu_count", lambda: 64)
+    monkeypatch.setattr("psutil.cpu_count", lambda logical: 64)
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(64), raising=False)
+    before = threading.active_count()
+    reader = tokenized((Piece(i, "word " * 40_000, None) for i in range(20)), open_tokenizer("gpt2"))
+    next(reader)
+    assert threading.active_count() - before == 2
+    reader.close()
+
+
 def test_an_abandoned_reader_is_collected_without_waiting_for_a_thread():
     """As after an error. The collection may come while its thread holds the lock of threads that start and end, which
     the end of a thread that is waited for needs, until Python 3.13."""

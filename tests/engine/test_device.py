@@ -3,6 +3,7 @@
 import os
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 from huggingface_hub import JobHardware
@@ -144,8 +145,8 @@ def test_a_dry_run_accepts_the_flavors_of_hugging_face_jobs():
 def test_the_users_omp_num_threads_is_kept(monkeypatch, launched, launcher_environment, thread_counts):
     set_counts = []
     launcher = SimpleNamespace(environ=lambda: launcher_environment, cmdline=lambda: ["accelerate", "launch"])
-    monkeypatch.setattr(hardware.psutil, "Process", lambda: SimpleNamespace(parent=lambda: launcher))
-    monkeypatch.setattr(hardware.psutil, "cpu_count", lambda logical: 2)
+    monkeypatch.setattr(psutil, "Process", lambda: SimpleNamespace(parent=lambda: launcher))
+    monkeypatch.setattr(psutil, "cpu_count", lambda logical: 2)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
     monkeypatch.setattr(torch, "set_num_threads", set_counts.append)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
@@ -168,8 +169,8 @@ def test_the_processes_of_a_node_share_its_cores_or_a_containers_quota(
     if quota:
         (tmp_path / "cpu.max").write_text(f"{quota}\n")
     set_counts = []
-    monkeypatch.setattr(hardware, "CPU_QUOTA", tmp_path / "cpu.max")
-    monkeypatch.setattr(hardware.psutil, "cpu_count", lambda logical: 8)
+    monkeypatch.setattr("recipe.utils.machine.CGROUP", tmp_path)
+    monkeypatch.setattr(psutil, "cpu_count", lambda logical: 8)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
     monkeypatch.setattr(torch, "set_num_threads", set_counts.append)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)

@@ -16,6 +16,7 @@ from recipe.estimate.memory import HEADROOM, step_memory
 from recipe.monitor import summary
 from recipe.utils.errors import UserError
 from tests.conftest import ROOT
+from tests.engine import cpu_strategy
 
 
 def panel(devices: str, *arguments: str, **changes) -> dict[str, str]:
@@ -28,6 +29,19 @@ def panel(devices: str, *arguments: str, **changes) -> dict[str, str]:
     batch = batch_arithmetic(config, strategy.runtime.processes.world_size, strategy.device.count)
     lines = summary.describe(config, batch, strategy, [loss_line, micro_line])
     return {line[:11].strip(): line[11:] for line in lines}
+
+
+@pytest.mark.parametrize(("quota", "is_slowed"), [("max 100000", True), ("400000 100000", False)])
+def test_other_programs_slow_a_run_only_where_they_leave_too_few_cores(quota, is_slowed, tmp_path, monkeypatch):
+    """A container may use four of 64 cores, of which the machine's other containers use 30."""
+    (tmp_path / "cpu.max").write_text(f"{quota}\n")
+    monkeypatch.setattr("recipe.utils.machine.CGROUP", tmp_path)
+    for name in ("os.cpu_count", "psutil.cpu_count"):
+        monkeypatch.setattr(name, lambda **_: 64)
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(64), raising=False)
+    monkeypatch.setattr("psutil.cpu_percent", lambda interval: 100 * 30 / 64)
+    notes = list(summary._device_notes(parse_config([]), cpu_strategy()))
+    assert notes == ["other programs use 30.0 of 64 cores, which slows this run"] * is_slowed
 
 
 def test_a_dry_run_for_other_devices_describes_those_devices():
