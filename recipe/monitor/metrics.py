@@ -82,7 +82,7 @@ class Metrics:
             stack.callback(self._progress.close)
             if processes.is_main:
                 self.tracker.start()
-                stack.callback(self.tracker.close)
+                stack.push(lambda kind, *_: self.tracker.close(failed=kind is not None))
             self._window_start = time.perf_counter()  # of the time since the last reading; pauses move it forward
             yield
 

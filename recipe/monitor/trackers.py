@@ -87,11 +87,15 @@ class Tracker:
             with self._disabled_on_error():
                 self._tracker.log(metric_names(record), step=record["step"])
 
-    def close(self) -> None:
-        """Ends the run at the tracker."""
+    def close(self, *, failed: bool = False) -> None:
+        """Ends the run at the tracker; wandb shows whether it has failed."""
         if self._tracker is not None:
             with self._disabled_on_error():
-                self._tracker.finish()
+                if failed and self._name == "wandb":
+                    import wandb
+
+                    wandb.finish(exit_code=1)
+                self._tracker.finish()  # without effect on a finished run
 
     @contextmanager
     def _disabled_on_error(self) -> Generator[None, None, None]:

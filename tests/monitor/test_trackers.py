@@ -4,7 +4,7 @@ import logging
 import os
 import sqlite3
 import sys
-from contextlib import closing
+from contextlib import closing, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from unittest.mock import MagicMock
@@ -15,10 +15,12 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
 from recipe.config import parse_config
 from recipe.monitor import trackers
+from recipe.monitor.metrics import Metrics
 from recipe.monitor.trackers import Tracker, check_tracker
 from recipe.utils.errors import UserError
 from tests.canary import HUB_TOKEN, WANDB_KEY
 from tests.conftest import TINY, flags
+from tests.engine import cpu_strategy
 
 NAMES = ("tensorboard", "wandb", "trackio")
 needs = {name: pytest.mark.skipif(not find_spec(name), reason=f"needs {name}") for name in NAMES}
@@ -109,6 +111,26 @@ def test_wandb_continues_the_run_and_is_offline_without_a_key(tmp_path, messages
     # wandb adds "-1" to the second folder of the same second.
     assert all(name.removesuffix("-1").endswith(tracker.run_id) for name in names)
     assert messages()[0].startswith(f"tracker    wandb is offline; to upload: wandb sync {run}/wandb/offline-run-")
+
+
+@pytest.mark.slow
+@needs["wandb"]
+@pytest.mark.parametrize("fails", [False, True])
+def test_wandb_shows_whether_a_run_has_failed(tmp_path, fails):
+    """An alert on failed runs needs it."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    config = parse_config(flags(**TINY | {"output_dir": tmp_path, "report_to": "wandb"}))
+    with suppress(UserError), Metrics(config, cpu_strategy(), MagicMock(), 0).open():
+        if fails:
+            raise UserError("the loss is not finite")
+    (path,) = tmp_path.rglob("*.wandb")
+    data, start, exit_codes = path.read_bytes(), 7, []
+    while start < len(data):  # the format of LevelDB's log: a checksum, a length of two bytes, a kind, a record
+        end = start + 7 + int.from_bytes(data[start + 4 : start + 6], "little")
+        record, start = Record.FromString(data[start + 7 : end]), end
+        exit_codes += [record.exit.exit_code] if record.HasField("exit") else []
+    assert exit_codes == [int(fails)]
 
 
 @pytest.mark.slow
