@@ -29,7 +29,7 @@ from recipe.monitor.metrics import Metrics
 from recipe.utils.checkpoints import val_losses
 from recipe.utils.errors import ExitCode
 from recipe.utils.files import nearest_directory
-from recipe.utils.machine import usable_cores
+from recipe.utils.machine import usable_cores, usable_memory
 from recipe.utils.units import duration, gb, plural, si
 
 logger = logging.getLogger(__name__)
@@ -119,6 +119,8 @@ def _memory(config: Config, batch: BatchPlan, strategy: Strategy) -> Iterator[st
     parts = ", ".join(f"{name} {si(part)}B" for name, part in memory.at_peak().items())
     total = f" of {gb(available)}" if available else ""
     yield f"memory     about {si(memory.peak)}B a device (estimate){total}: {parts}"
+    if strategy.device.type in ("cpu", "mps") and not config.run.plan_device:  # which share the machine's memory
+        available = usable_memory() / strategy.runtime.processes.local_world_size
     if available and memory.peak > (limit := HEADROOM * available):
         verdict = "tight, but it may fit" if memory.peak <= TIGHT * limit else "it does not fit"
         advice = remedies(config, batch, limit, strategy.device.type, **kind)
