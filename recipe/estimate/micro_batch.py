@@ -69,7 +69,9 @@ def _choose(config: Config, strategy: Strategy, memory: int, sizes: list[int]) -
     use gradient checkpointing; and the basis of the choice. A collective call. Raises UserError."""
     processes, switch = strategy.runtime.processes, config.run.gradient_checkpointing
     free = None if config.run.dry_run else hardware.free_memory(strategy.device.torch_device)
-    budget, kind = HEADROOM * min(memory, free or memory), memory_kind(config, strategy)
+    available = memory if free is None else min(memory, free)
+    room = f" ({gb(available)} free)" if available < memory else ""
+    budget, kind = HEADROOM * available, memory_kind(config, strategy)
     candidates = [(size, bool(switch)) for size in reversed(sizes)]  # the best first
     if switch == "auto":
         useful_sizes = [n for n in sizes if n * config.data.sequence_length >= USEFUL_TOKENS] or sizes[-1:]
@@ -79,12 +81,12 @@ def _choose(config: Config, strategy: Strategy, memory: int, sizes: list[int]) -
         batch = batch_arithmetic(trial, processes.world_size, strategy.device.count)
         peak = step_memory(trial, batch, **kind).peak
         if not processes.anywhere(peak > budget):
-            return size, checkpointing, f"{si(peak)}B of {si(memory)}B, an estimate"
+            return size, checkpointing, f"{si(peak)}B of {si(memory)}B{room}, an estimate"
     if config.optimizer.micro_batch_size != AUTO:
         return size, True, "a step does not fit without it"
     raise UserError(
         f"not even one sequence per device fits: it needs about {gb(peak)}, and {gb(budget)} of the device's "
-        f"{gb(memory)} may be used; {remedies(trial, batch, budget, strategy.device.type, **kind)}"
+        f"{gb(memory)}{room} may be used; {remedies(trial, batch, budget, strategy.device.type, **kind)}"
     )
 
 

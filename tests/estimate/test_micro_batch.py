@@ -111,7 +111,18 @@ def test_a_dry_run_chooses_by_the_estimate(options, sequences, checkpointing):
 def test_memory_that_another_program_uses_is_left_to_it(free, sequences, monkeypatch):
     config, strategy = parse_config(XL.split()), open_strategy("bf16", "h100")
     monkeypatch.setattr("recipe.engine.hardware.free_memory", lambda device: free)
-    assert micro_batch(config, strategy)[0].optimizer.micro_batch_size == sequences
+    chosen, line = micro_batch(config, strategy)
+    assert chosen.optimizer.micro_batch_size == sequences
+    assert line.endswith(f"B of 80 GB ({free / 1e9:.1f} GB free), an estimate"), "why it is not more"
+
+
+@pytest.mark.parametrize("free", [7e9, 0])
+def test_a_gpu_that_another_program_fills_is_named_as_full(free, monkeypatch):
+    """Of a GPU without any free memory an earlier version took all."""
+    config, strategy = parse_config(MEDIUM.split()), open_strategy("bf16", "h100")
+    monkeypatch.setattr("recipe.engine.hardware.free_memory", lambda device: free)
+    with pytest.raises(UserError, match=rf"of the device's 80\.0 GB \({free / 1e9:.1f} GB free\) may be used"):
+        micro_batch(config, strategy)
 
 
 def test_the_batch_that_is_suggested_lets_each_device_take_eight_sequences():
