@@ -21,7 +21,16 @@ from eval.loglikelihood import LanguageModel
 from eval.scores import merge_scores
 from recipe.utils.checkpoints import checkpoints, manifest_of, newest_run, problem_of
 from recipe.utils.download import HUB_TIMEOUT_S, within
-from recipe.utils.errors import ArgumentParser, ExitCode, UserError, first_line, in_words, no_safetensors, reading
+from recipe.utils.errors import (
+    ArgumentParser,
+    ExitCode,
+    UserError,
+    first_line,
+    in_words,
+    no_memory_left,
+    no_safetensors,
+    reading,
+)
 from recipe.utils.files import replace_file
 from recipe.utils.log import escape_output
 from recipe.utils.redaction import redact
@@ -120,8 +129,11 @@ def run_main(main: Callable[[], None]) -> None:
     except (UserError, OSError) as error:
         print(redact(f"error: {in_words(error)}"), file=sys.stderr)
         sys.exit(2)
-    except torch.OutOfMemoryError as error:
-        print(f"error: {first_line(error)} Lower --batch_size, or use --device cpu", file=sys.stderr)
+    except RuntimeError as error:
+        if not (reason := no_memory_left(error)):
+            raise
+        way_out = "lower --batch_size, use --device cpu, or end other programs on the GPU (nvidia-smi lists them)"
+        print(f"error: {reason}; {way_out}", file=sys.stderr)
         sys.exit(2)
 
 

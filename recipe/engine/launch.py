@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, is_torch_xla_available, parse_flag_from_env
 
 from recipe.engine.shutdown import StopSignal
-from recipe.utils.errors import ExitCode, Permanent, UserError, first_line, in_words, is_transient
+from recipe.utils.errors import ExitCode, Permanent, UserError, first_line, in_words, is_transient, no_memory_left
 from recipe.utils.log import print_error
 from recipe.utils.processes import is_set_by_launcher
 from recipe.utils.redaction import redact
@@ -100,10 +100,10 @@ def fail(error: Exception) -> int:
     The launcher ends all processes as soon as one has ended, so none may end before the error is printed: those that do
     not print wait for the launcher. If it does not end such a process, only that one has the error, and prints it.
     """
-    cpu_is_full = re.search(r"DefaultCPUAllocator: (can't allocate memory: .*? bytes)", str(error))
-    if cpu_is_full or isinstance(error, torch.OutOfMemoryError):
+    if reason := no_memory_left(error):
         way_out = "lower --micro_batch_size (the line `batch` has it), or see what helps in docs/memory.md"
-        reason = cpu_is_full[1] if cpu_is_full else str(error).partition(". GPU")[0]
+        if "can't allocate" not in reason:  # a GPU's
+            way_out += "; nvidia-smi lists the programs that use the GPU"
         error = Permanent(f"{reason}; {way_out}")
     message, code = f"error: {in_words(error)}", ExitCode.USER_ERROR
     is_distributed = int(os.environ.get("WORLD_SIZE", 1)) > 1

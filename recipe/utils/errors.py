@@ -4,6 +4,7 @@ from __future__ import annotations  # so that `check_packages` also runs in the 
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager
@@ -113,3 +114,12 @@ def in_words(error: Exception) -> str:
 def first_line(error: BaseException) -> str:
     """The first line of an error's message, or its type if it has no message."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def no_memory_left(error: BaseException) -> str:
+    """What PyTorch reports of a device or a CPU without memory left, empty for other errors. Where another program has
+    taken a GPU's memory, CUDA, cuBLAS and NCCL run out of it outside PyTorch's allocator, with errors of their own;
+    Inductor wraps those of its trials."""
+    pattern = r"can't allocate memory: .*? bytes|^.*(out of memory|CUBLAS_STATUS_ALLOC_FAILED).*?(?=\. GPU|$)"
+    match = re.search(pattern, str(error), re.MULTILINE) if isinstance(error, RuntimeError) else None
+    return match[0] if match else ""

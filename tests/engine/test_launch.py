@@ -167,7 +167,7 @@ def test_a_process_that_loses_another_while_the_launcher_ends_all_prints_nothing
     ("world_size", "message"),
     [
         ("1", "Connection reset by peer"),  # of a download
-        ("2", "CUDA out of memory. Tried to allocate 2.00 GiB"),
+        ("2", "CUDA error: an illegal memory access was encountered"),
         ("2", "Gloo connectFullMesh failed with [/x/gloo/transport/tcp/pair.cc:152] timed out: Connection refused"),
     ],
 )
