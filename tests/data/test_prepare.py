@@ -301,7 +301,7 @@ def test_validation_documents_of_a_long_text_come_from_all_over_it(tmp_path, mon
     data = data_of(write_jsonl(tmp_path / "d.jsonl", texts), tmp_path / "out", shard_tokens=20_000)
     interrupted_at(monkeypatch, data, 4)
     manifest = prepare(data)
-    summary = r" of 2040 documents: .* validation tokens \(of the text: documents from all over it\) in "
+    summary = r" of 2,040 documents: .* validation tokens \(of the text: documents from all over it\) in "
     assert re.search(summary, capsys.readouterr().out)
     documents = {}
     for split in ("train", "val"):
