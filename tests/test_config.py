@@ -220,7 +220,7 @@ def test_batch_arithmetic():
         UserError, match=r"3 processes x micro_batch_size 32 .* = 98304; nearest valid: 491520, 589824$"
     ):
         batch_arithmetic(config, 3)
-    with pytest.raises(UserError, match=r"1024 processes x sequence_length 1024 = 1048576; nearest valid: 1048576$"):
+    with pytest.raises(UserError, match=r"1,024 processes x sequence_length 1024 = 1048576; nearest valid: 1048576$"):
         batch_arithmetic(config, 1024)  # more devices than sequences
     with pytest.raises(UserError, match=r"24 processes x sequence_length 1024 = 24576; nearest valid: 516096, 540672$"):
         batch_arithmetic(config, 24)  # 21 sequences for each, fewer than micro_batch_size
