@@ -142,4 +142,7 @@ def test_a_record_holds_what_its_step_read_and_its_evaluations_also_after_a_resu
         record = resumed_metrics.record(5, read=True)
         assert record["val_loss"] == 3.0  # of the earlier process, so that it is not measured again
         resumed_metrics.write(5, record)
+        clock.seconds += 4.0
+        resumed_metrics.end_step(torch.tensor(0.5), torch.tensor(0.0))
+        assert resumed_metrics.record(6, read=True)["tokens_per_second"] == tokens / 4.0, "of the steps since step 5"
     assert read_metrics(tmp_path / "metrics.jsonl") == [first_line, line | {"seconds": 13.0}]

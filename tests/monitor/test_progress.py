@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 from tqdm import tqdm
 
+from recipe.config import UNDECIDED
 from recipe.monitor import progress as module
 from recipe.monitor.progress import Progress
 from recipe.utils.log import set_up_logging
@@ -79,10 +80,16 @@ def test_a_log_has_a_line_for_each_record_and_one_a_minute_in_a_long_pause(capsy
             tick(batches_done, 9)
             clock.seconds += 31.0
     Progress(1000, 2**19, 0, show=False).report(RECORD)  # of another process: no line
+    progress = Progress(UNDECIDED, 2**19, 0, hours=0.5, show=True)
+    for step, elapsed in ((490, 1200.0), (500, 1350.0), (510, 1900.0)):  # half an hour and 100 s
+        progress.report(empty | {"step": step, "loss": 3.41239, "tokens_per_second": 187_234.0}, elapsed=elapsed)
     assert capsys.readouterr().out.splitlines() == [
         "step 0       0 %  lr 1.0e-06  val 10.9500",
         "step 490    49 %  loss 3.4124  187,234 tok/s",
         "step 500    50 %  loss 3.4124  lr 5.7e-04  187,234 tok/s  MFU 47.1 %  val 3.5015  23 min 20 s left  "
         "12 % waiting for data  1 step skipped  WARNING: step 500 not saved",
         "validating, 3 of 9 batches",
+        "step 490      67 %  loss 3.4124  187,234 tok/s",
+        "step 500      75 %  loss 3.4124  187,234 tok/s  7 min 30 s left",
+        "step 510     100 %  loss 3.4124  187,234 tok/s  0.0 s left",
     ]

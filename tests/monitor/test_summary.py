@@ -99,7 +99,9 @@ def test_a_dry_run_for_other_devices_describes_those_devices():
     assert "GB a device (estimate) of 16.0 GB: state " in tpu["memory"]
     assert panel("v4-8", "--config=gpt2")["engine"] == "DDP over 4 processes"  # Google counts the cores
     assert panel("v5e-16", "--config=gpt2")["engine"] == "DDP over 16 processes"  # on hosts of 4 or 8
-    assert panel("v3-8", "--config=gpt2")["engine"] == "8 devices behind one process"
+    one_process = panel("v3-8", "--config=gpt2")
+    assert one_process["engine"] == "8 devices behind one process"
+    assert one_process["batch"].endswith(" = 1 process x 8 micro-steps x 8 devices x 8 sequences x 1024")
     assert "at 15.7 % MFU, published by windmaple in JAX" in panel("v6e-8", "--config=gpt2")["time"]
     with pytest.raises(UserError, match="precision bf16 is not supported on T4; use auto, fp16 or fp32"):
         panel("t4", "--precision=bf16")
@@ -108,7 +110,9 @@ def test_a_dry_run_for_other_devices_describes_those_devices():
 
 
 def test_a_dry_run_shards_as_the_launch_asks(monkeypatch):
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")  # srun has started accelerate launch on each of two nodes
     ddp = panel("8xa100", "--config=gpt2-xl")
+    assert "note" not in ddp, "its processes train together"
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", "ds_configs/zero3.json")
     zero3 = panel("8xa100", "--config=gpt2-xl", "--micro_batch_size=8")
