@@ -79,13 +79,11 @@ class BatchLoader:
         return self
 
     def __next__(self) -> torch.Tensor:
-        """The next micro-batch, (micro, T + 1) int64, on the device, once it is read; raises what reading raised, and
-        StopIteration after the last step."""
+        """The next micro-batch, (micro, T + 1) int64, on the device, which `ready` has waited for; raises what reading
+        raised, and StopIteration after the last step."""
         if not self._pending:
             raise StopIteration
-        start = time.perf_counter()
         sequences = self._pending.popleft().result()
-        self._wait_seconds += time.perf_counter() - start
         self._submit_next()
         return self._to_device(sequences)
 
