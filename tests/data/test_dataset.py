@@ -105,6 +105,9 @@ def test_a_shard_for_both_training_and_validation_is_refused(tmp_path):
     # A step may take all 13 windows of an epoch.
     train, *validations = (TokenDataset(shards, T, 13, seed=1) for shards in (a, c, b, [a[1]]))
     check_data([train], validations[:1])
+    gone = replace(a[0], path=tmp_path / "gone.bin")  # by a stream, which deletes what it has read
+    unknown = replace(c[0], sha256=None)  # as long, and without a manifest
+    check_data([TokenDataset([gone, a[1]], T, 13, seed=1)], [TokenDataset([unknown], T, 13, seed=1)])
     for val in validations[1:]:
         with pytest.raises(UserError, match=r"\.bin \(training\) and .*\.bin \(validation\) hold the same tokens"):
             check_data([train], [val])

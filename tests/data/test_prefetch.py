@@ -1,17 +1,20 @@
 """Reading ahead: how long the loop waits, and what it makes of an error."""
 
+import errno
 import threading
 import time
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
+import pytest
 import torch
 
 from recipe.config import BatchPlan
 from recipe.data.dataset import TokenDataset
 from recipe.data.prefetch import BatchLoader
 from recipe.data.shards import Shard
-from recipe.utils.errors import UserError
+from recipe.utils.errors import Unreachable, UserError
 
 
 def loader(sequences) -> BatchLoader:
@@ -43,8 +46,13 @@ def test_a_stop_does_not_wait_until_a_large_file_is_verified(tmp_path, caplog):
     assert f"verifying {tmp_path}/train.bin, 6 GB" in caplog.text
 
 
-def test_any_error_of_the_disk_is_told_to_the_user(tmp_path):
-    with loader(lambda *_: (tmp_path / "gone").read_bytes()) as batches:
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [(OSError(errno.EIO, "bad disk"), Unreachable), (FileNotFoundError(errno.ENOENT, "gone"), UserError)],
+)
+def test_any_error_of_the_disk_is_told_to_the_user(error, kind):
+    """And to what restarts the run: a disk that fails may work again."""
+    with loader(Mock(side_effect=error)) as batches:
         assert batches.ready(30)
-        assert isinstance(error := batches.error(), UserError)
-        assert str(error).startswith("the data cannot be read (FileNotFoundError: ")
+        assert type(told := batches.error()) is kind
+        assert str(told).startswith(f"the data cannot be read ({type(error).__name__}: ")
