@@ -257,6 +257,7 @@ def test_a_run_on_a_gpu_is_compiled_from_five_minutes_on(hours, speed, timed, tr
     assert {run.torch_compile for run in runs if not run.train_hours} == {timed}
     assert values["torch_compile"] is trained
     assert ("max_steps" in values) == (speed == 1e5)
+    assert 3600 * max(run.train_hours for run in runs) < 301, "no trial takes more than five minutes"
 
 
 def test_a_run_gets_what_the_search_leaves_without_its_own_start_and_last_checkpoint(call_here, monkeypatch):
@@ -337,7 +338,8 @@ def test_a_trial_is_validated_on_as_many_tokens_as_the_run_will_be(monkeypatch):
     """Or their losses could not be compared."""
     runs, forecaster = fake_runs(monkeypatch, lambda size, batch: 1e5), forecaster_of()
     run = forecaster.best(3600)
-    best.measure_loss(forecaster, run, 60, [])
+    overhead = best.measure_loss(forecaster, run, 60, [])
+    assert -1 <= overhead < 0, "without the second of training that the trial reports"
     assert runs[0].eval_tokens == forecaster.recipe(run.size, run.tokens)["eval_tokens"][0]
 
 

@@ -121,7 +121,7 @@ def test_pruning_keeps_the_newest_the_milestones_and_the_best(tmp_path):
         losses |= {step: loss} if loss else {}  # a step is evaluated after its save has begun
         assert steps_in(tmp_path)[-1] == step
     assert steps_in(tmp_path) == [2, 3, 6]
-    prune(tmp_path, 6, config_keeping(1), losses | {6: 2.0})
+    prune(tmp_path, 6, config_keeping(3), losses | {6: 2.0}, limit=1)  # of three, one makes room for the last save
     assert steps_in(tmp_path) == [3, 6]  # 3 was a milestone once
 
 

@@ -126,9 +126,11 @@ def test_a_gpu_that_another_program_fills_is_named_as_full(free, monkeypatch):
         micro_batch(config, strategy)
 
 
-def test_the_batch_that_is_suggested_lets_each_device_take_eight_sequences():
-    config = parse_config(["--config=gpt2", "--dry_run=7xh100"])
-    with pytest.raises(UserError, match="7 processes x sequence_length 1024 = 7168; nearest valid: 516096, 573440"):
+@pytest.mark.parametrize(("batch", "suggested"), [(524_288, "516096, 573440"), (10_240, "7168, 14336")])
+def test_the_batch_that_is_suggested_lets_each_device_take_eight_sequences(batch, suggested):
+    """Unless it is smaller than that."""
+    config = parse_config(["--config=gpt2", "--dry_run=7xh100", f"--total_batch_tokens={batch}"])
+    with pytest.raises(UserError, match=f"7 processes x sequence_length 1024 = 7168; nearest valid: {suggested}$"):
         micro_batch(config, open_strategy(config.run.precision, config.run.plan_device))
 
 

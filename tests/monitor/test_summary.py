@@ -146,6 +146,8 @@ def test_the_time_on_a_device_without_a_known_peak(monkeypatch):
     # 855,166,464 FLOP x 10 B tokens / (0.4 x 100 GFLOP/s) = 6.8 years
     time = panel("h100", "--config=gpt2", type="cpu", peak_flops=None)["time"]
     assert time == "about 2474 d 9 h at 40 % of the 100 GFLOP/s that a matrix product reaches here now"
+    time = panel("2xh100", "--config=gpt2", type="cpu", peak_flops=None)["time"]
+    assert time.startswith("about 1237 d 5 h at 40 % of the 200 GFLOP/s "), "of two processes"
 
 
 def test_a_run_that_does_not_fit_is_told_what_helps():
