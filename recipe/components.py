@@ -30,7 +30,7 @@ from recipe.model.gpt2 import GPT2LMHeadModel
 from recipe.model.loss import can_fuse
 from recipe.monitor.metrics import Metrics, time_to_decay
 from recipe.optim.optimizer import make_optimizer
-from recipe.utils.checkpoints import manifest_of, val_losses
+from recipe.utils.checkpoints import checkpoints, manifest_of, step_of, val_losses
 from recipe.utils.errors import Unreachable, UserError, is_transient
 from recipe.utils.processes import Processes
 from recipe.utils.redaction import redacted
@@ -38,6 +38,7 @@ from recipe.utils.redaction import redacted
 logger = logging.getLogger(__name__)
 
 _COMPLETE = "complete   training is finished (%s); raise --max_steps to train longer, or start over with --fresh"
+_SHARED = "output_dir must be on a file system that all nodes share"
 # Paths, which may differ between nodes.
 _PATH_FIELDS = {"config", "dataset_name", "val_data", "train_text", "init_from", "output_dir"}
 
@@ -167,20 +168,26 @@ def open_run_directory(config: Config, processes: Processes) -> Generator[tuple[
     for all. A collective call. Raises UserError, on all processes."""
     run_dir, flat = Path(config.run.output_dir), redacted(config.flat())
     with ExitStack() as stack:
-        descriptor, path, sums = -1, None, {}  # on the other processes, and in a dry run
+        descriptor, path, sums, newest = -1, None, {}, -1  # on the other processes, and in a dry run
         with processes.shared_error("the run's directory cannot be opened"):
             if processes.is_main:
                 if not config.run.dry_run:
                     descriptor = stack.enter_context(run_directory(run_dir, fresh=config.run.fresh))
                 path = continue_from(run_dir, flat, locked=not config.run.dry_run)
                 sums = manifest_of(path) if path else {}
-        path, sums = processes.broadcast_object((path, sums))
+                newest = max(map(step_of, checkpoints(run_dir)), default=-1)
+        path, sums, newest = processes.broadcast_object((path, sums, newest))
+        with processes.shared_error(f"{path or run_dir} cannot be used"):
+            if not processes.is_main and processes.local_rank == 0:
+                # Where each node has its own directory, this node may have been the first one before a restart.
+                newer = [] if config.run.fresh else [p for p in checkpoints(run_dir) if step_of(p) > newest]
+                if newer:
+                    raise Unreachable(f"{newer[-1]} is not on rank 0's node: {_SHARED}")
+                if path:
+                    _check_same_checkpoint(path, sums)
         if path is None:
             yield descriptor, None
             return
-        with processes.shared_error(f"{path} cannot be used"):
-            if not processes.is_main and processes.local_rank == 0:
-                _check_same_checkpoint(path, sums)
         checkpoint = load_checkpoint(path)
         check_same_run(checkpoint.state, flat, open_tokenizer(config.data.tokenizer), run_dir)
         if checkpoint.step < config.optimizer.max_steps:
@@ -191,9 +198,9 @@ def open_run_directory(config: Config, processes: Processes) -> Generator[tuple[
 def _check_same_checkpoint(path: Path, sums: dict) -> None:
     """Raises UserError if this node does not see, at `path`, the intact checkpoint whose checksums are `sums`."""
     if not path.exists():  # Unreachable: a restart may find it, where a file system shows a new file late
-        raise Unreachable(f"{path} is not on every node: output_dir must be on a file system that all nodes share")
+        raise Unreachable(f"{path} is not on every node: {_SHARED}")
     if manifest_of(path) != sums:
-        raise UserError(f"{path} is another one on this node: output_dir must be on a file system that all nodes share")
+        raise UserError(f"{path} is another one on this node: {_SHARED}")
     if problems := verify(path):
         raise UserError(f"{path} is damaged on this node: {problems[0]}")
 

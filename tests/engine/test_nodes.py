@@ -178,13 +178,16 @@ def test_a_slurm_job_with_a_user_error_is_not_requeued_but_one_that_is_preempted
         ("none", "run/step_00000040 is not on every node: output_dir must be on a file system"),
         ("another", "run/step_00000040 is another one on this node: output_dir must be on a file system"),
         ("damaged", "run/step_00000040 is damaged on this node: optimizer.safetensors does not match its checksum"),
+        ("none on the first", "run/step_00000040 is not on rank 0's node: output_dir must be on a file system"),
     ],
 )
 def test_a_node_that_does_not_see_the_same_checkpoint_is_refused(problem, message, shards, one_device, tmp_path):
-    """Its optimizer state would differ from that of the others, and DDP compares only weights."""
+    """Its optimizer state would differ from that of the others, and DDP compares only weights. If only the first node
+    has none, as when c10d's rendezvous gives rank 0 to another node, the run would start over."""
     folders = tmp_path / "first", tmp_path / "second"
-    folders[1].mkdir()
-    for folder in folders if problem != "none" else folders[:1]:
+    for folder in folders:
+        folder.mkdir()
+    for folder in {"none": folders[:1], "none on the first": folders[1:]}.get(problem, folders):
         forget_after(40, shutil.copytree(one_device[0], folder / "run"))
     checkpoint = folders[1] / "run" / "step_00000040"
     if problem == "another":
@@ -198,7 +201,8 @@ def test_a_node_that_does_not_see_the_same_checkpoint_is_refused(problem, messag
     arguments = settings(shards, output_dir="run")  # in each node's own folder
     (code, first), (other_code, second) = on_two_nodes(*arguments, files=DDP, folders=folders)
     assert 0 not in (code, other_code)
-    assert "error: run/step_00000040 cannot be used on another process; see its error message" in first
+    name = "run" if problem == "none on the first" else "run/step_00000040"
+    assert f"error: {name} cannot be used on another process; see its error message" in first
     assert f"error: {message}" in second
 
 
