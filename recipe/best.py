@@ -165,8 +165,10 @@ def parse_request(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 def earlier_recipe(request: argparse.Namespace, config: Config, strategy: Strategy, path: Path) -> list[str] | None:
     """The lines of the recipe that was written for the same request, if there is one. A collective call. Raises
     UserError if there is another one."""
-    with strategy.runtime.processes.shared_error("there is another recipe"):
-        if path.exists() and not config.run.fresh:
+    processes = strategy.runtime.processes
+    exists = processes.broadcast_object(path.exists() and not config.run.fresh)
+    with processes.shared_error("the earlier recipe cannot be read"):
+        if exists:
             lines = path.read_text().splitlines()
             if not {f"# {request.title}", f"# {redact(request.title)}"} & {*lines}:
                 raise UserError(f"{path} was written for another request; give another --run_name, or --fresh")

@@ -15,7 +15,7 @@ from typing import NoReturn, TypeVar
 import psutil
 import torch
 
-from recipe.utils.errors import Unreachable, UserError, is_transient
+from recipe.utils.errors import Unreachable, UserError, in_words, is_transient
 
 LONG_TIMEOUT = timedelta(days=7)  # of preparing a large text, for example
 Result = TypeVar("Result")
@@ -89,7 +89,7 @@ class Processes:
             error = e
         if self.anywhere(error is not None):
             kind = Unreachable if self.anywhere(error is not None and is_transient(error)) else UserError
-            raise kind(str(error or f"{failure} on another process; see its error message"))
+            raise kind(in_words(error) if error else f"{failure} on another process; see its error message")
 
     @contextmanager
     def with_long_timeout(self) -> Generator[Processes, None, None]:

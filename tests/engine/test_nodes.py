@@ -35,8 +35,8 @@ CPUS = sorted(os.sched_getaffinity(0))[:2] if shutil.which("taskset") else []
 PIPE: dict = {"text": True, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
 
 
-def on_two_nodes(*arguments: str, files, folders=(ROOT, ROOT), rendezvous="static", fault=""):
-    """Runs train.py under two launchers with a rank each, with these Accelerate files: [(exit code, output)] of the
+def on_two_nodes(*arguments: str, files, folders=(ROOT, ROOT), rendezvous="static", fault="", script="train.py"):
+    """Runs a script under two launchers with a rank each, with these Accelerate files: [(exit code, output)] of the
     launchers."""
     port = free_port()
     options = f"--num_machines 2 --num_processes 2 --main_process_ip 127.0.0.1 --main_process_port {port}"
@@ -48,7 +48,7 @@ def on_two_nodes(*arguments: str, files, folders=(ROOT, ROOT), rendezvous="stati
         rank = ["--machine_rank", str(i), *(["--rdzv_conf", f"is_host={int(i == 0)}"] if rendezvous == "c10d" else [])]
         taskset = ["taskset", "-c", str(CPUS[i % len(CPUS)])] if CPUS else []
         path = ROOT / "accelerate_configs" / f"{file}.yaml"
-        words = [*taskset, *command, path, *rank, ROOT / "recipe" / "train.py", *arguments]
+        words = [*taskset, *command, path, *rank, ROOT / "recipe" / script, *arguments]
         nodes.append(subprocess.Popen(words, cwd=folder, env=environment({"RECIPE_FAULT": fault}), **PIPE))
     try:
         outputs = [node.communicate(timeout=300)[0] for node in nodes]
@@ -204,6 +204,22 @@ def test_a_node_that_does_not_see_the_same_checkpoint_is_refused(problem, messag
     name = "run" if problem == "none on the first" else "run/step_00000040"
     assert f"error: {name} cannot be used on another process; see its error message" in first
     assert f"error: {message}" in second
+
+
+@pytest.mark.slow
+def test_a_node_without_the_earlier_recipe_of_make_best_is_refused(tmp_path):
+    """It would search for one, and the nodes would wait for each other's other collective calls."""
+    folders = tmp_path / "first", tmp_path / "second"
+    for folder in folders:
+        folder.mkdir()
+        (folder / "my.txt").write_text("To be, or not to be. " * 100)
+    (folders[0] / "runs" / "my").mkdir(parents=True)
+    (folders[0] / "runs" / "my" / "recipe.yaml").write_text("# From recipe/best.py for 1h of my.txt\n")
+    arguments = ("--text", "my.txt", "--hours", "1", "--run_name", "my")
+    (code, first), (other_code, second) = on_two_nodes(*arguments, files=DDP, folders=folders, script="best.py")
+    assert 0 not in (code, other_code)
+    assert "error: the earlier recipe cannot be read on another process; see its error message" in first
+    assert "error: runs/my/recipe.yaml: No such file or directory" in second
 
 
 @pytest.mark.slow
