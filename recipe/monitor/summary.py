@@ -171,7 +171,7 @@ def _device_notes(config: Config, strategy: Strategy) -> Iterator[str]:
     device, cores = strategy.device, os.cpu_count() or 1
     if device.type == "cpu":
         busy = cores * psutil.cpu_percent(interval=0.2) / 100  # while this program sleeps
-        if busy > cores - usable_cores() + 0.5:  # fewer are idle than a container, say, may use
+        if busy > cores - usable_cores() + 0.5:  # fewer cores are idle than this process may use
             yield f"other programs use {busy:.1f} of {cores} cores, which slows this run"
     if device.type == "cpu" and (has_tpu() or has_torch_tpu()):
         yield "this machine's TPU is idle; accelerate_configs/tpu.yaml uses it"
