@@ -29,6 +29,12 @@ _LOST_PEER = re.compile(
     re.MULTILINE,
 )
 
+# What Inductor and Triton report where a C++ compiler or Python's headers are missing. Of the headers Triton names the
+# command alone: the compiler prints the rest.
+_NO_COMPILER = re.compile(
+    r"No working C\+\+ compiler|Failed to find C compiler|Python\.h|CalledProcessError: Command '\['\S*(gcc|cc|clang)'"
+)
+
 _LOST = (
     "\nlost       another process of this run, or its node, is gone or does not answer ({}); its own output has the "
     "cause. The same command on every node, without --fresh, or torchrun's next restart continues from the last "
@@ -105,6 +111,11 @@ def fail(error: Exception) -> int:
         if "can't allocate" not in reason:  # a GPU's
             way_out += "; nvidia-smi lists the programs that use the GPU"
         error = Permanent(f"{reason}; {way_out}")
+    if isinstance(error, RuntimeError) and _NO_COMPILER.search(str(error)):
+        error = Permanent(
+            "torch.compile needs a C++ compiler and Python's headers, and this machine lacks one of them: install them "
+            "(on Debian and Ubuntu: apt install g++ python3-dev), or add --torch_compile false"
+        )
     message, code = f"error: {in_words(error)}", ExitCode.USER_ERROR
     is_distributed = int(os.environ.get("WORLD_SIZE", 1)) > 1
     if not isinstance(error, UserError | OSError):

@@ -26,6 +26,7 @@ from recipe.engine.strategy import start_accelerator
 from recipe.utils.errors import Permanent, Unreachable, UserError, reading
 from recipe.utils.processes import Processes
 from tests.conftest import ROOT, SHAKESPEARE, environment, launch, ok, refused, run_train, tiny_flags
+from tests.engine.conftest import settings
 
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/"
 CLOSED = GLOO + "pair.cc:553] Connection closed by peer [10.0.0.2]:5555. This is typically caused by a remote crash."
@@ -455,6 +456,37 @@ def test_torchrun_restarts_what_may_pass(monkeypatch, error, stepping, is_restar
     monkeypatch.setattr(os, "kill", kill := mock.Mock())
     assert fail(error) == 2
     assert kill.mock_calls == ([] if is_restarted else [mock.call(os.getppid(), signal.SIGTERM)])
+
+
+COMMAND = "['/usr/bin/gcc', '/tmp/tmp1/cuda_utils.c', '-O3', '-shared', '-fPIC', '-I/usr/include/python3.12']"
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "InvalidCxxCompiler: No working C++ compiler found in torch._inductor.config.cpp.cxx: (None, 'g++')",
+        "CppCompileError: C++ compile error\n\nOutput:\nmain.c:5: fatal error: Python.h: No such file or directory",
+        "RuntimeError: Failed to find C compiler. Please specify via CC environment variable or set triton.knobs",
+        f"CalledProcessError: Command '{COMMAND}' returned non-zero exit status 1.",
+    ],
+)
+def test_a_machine_without_a_compiler_is_an_error_of_one_line(message, capsys):
+    """As in many containers: PyTorch runs there, until torch.compile writes its first kernel."""
+    assert fail(RuntimeError(message)) == 2
+    assert capsys.readouterr().err == (
+        "error: torch.compile needs a C++ compiler and Python's headers, and this machine lacks one of them: install "
+        "them (on Debian and Ubuntu: apt install g++ python3-dev), or add --torch_compile false\n"
+    )
+
+
+@pytest.mark.slow
+def test_a_compiled_run_without_a_compiler_says_so(shards, tmp_path):
+    script = [ROOT / "recipe/train.py", *settings(shards), "--output_dir", tmp_path / "run", "--torch_compile", "true"]
+    env = environment({"CXX": str(tmp_path / "g++"), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")})
+    result = subprocess.run([sys.executable, *script], env=env, capture_output=True, text=True, timeout=400)
+    assert result.returncode == 2
+    assert "\nerror: torch.compile needs a C++ compiler" in f"\n{result.stderr}"
+    assert "Traceback" not in result.stderr
 
 
 @pytest.mark.parametrize(
