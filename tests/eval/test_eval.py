@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import dataclasses
 import io
 import itertools
 import json
@@ -51,7 +52,8 @@ def test_shards_equal_the_models_own_loss(model_dir, loaded, tmp_path, command, 
     checkpoint.mkdir()
     for file in model_dir.iterdir():
         (checkpoint / file.name).symlink_to(file)
-    config = {"dataset_name": str(tmp_path), "val_data": "", "sequence_length": 32, "eval_tokens": 130}
+    monkeypatch.setenv("HOME", str(tmp_path.parent))
+    config = {"dataset_name": f"~/{tmp_path.name}", "val_data": "", "sequence_length": 32, "eval_tokens": 130}
     (checkpoint / "trainer_state.json").write_text(json.dumps({"config": config}))
     (checkpoint / "results.json").write_text('{"hellaswag": {"rows": 7}}')
 
@@ -332,6 +334,29 @@ def test_a_prompt_that_fits_is_used_in_full_and_a_longer_one_is_truncated_on_the
     assert text == sampled(loaded, capsys, "--temperature", "0", "--max_new_tokens", "4", prompt="".join(words[:60]))[0]
 
 
+def test_a_text_starts_from_end_of_text_without_a_prompt_and_ends_at_one(loaded, capsys):
+    """Which is not shown. The defaults are temperature 0.8 and top_k 50."""
+    tokenizer = copy.deepcopy(loaded.tokenizer)
+    options = {"do_sample": True, "temperature": 0.8, "top_k": 50, "max_new_tokens": 6, "pad_token_id": END_OF_TEXT}
+    torch.manual_seed(42)
+    ids = torch.tensor([[END_OF_TEXT]])
+    drawn = loaded.model.generate(ids, attention_mask=torch.ones_like(ids), eos_token_id=None, **options)[0, 1:]
+    assert sampled(loaded, capsys, prompt="")[0] == [tokenizer.decode(drawn)]
+    assert len(set(drawn[:3].tolist())) == 3
+    start, ending = tokenizer.encode("A"), dataclasses.replace(loaded, tokenizer=tokenizer)
+    torch.manual_seed(42)
+    ids = torch.tensor([start])
+    drawn = loaded.model.generate(ids, attention_mask=torch.ones_like(ids), eos_token_id=None, **options)[0, 1:]
+    assert len(set(drawn[:3].tolist())) == 3
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(drawn[2].item())
+    texts, screen = sampled(ending, capsys, prompt="A")
+    assert texts == [loaded.tokenizer.decode(drawn[:2])]
+    assert screen == f"\nA{texts[0]}\n\n"
+    tokenizer.eos_token = None
+    with pytest.raises(common.UserError, match=r"has no end-of-text token, .*: give a --prompt"):
+        sampled(ending, capsys, prompt="")
+
+
 def test_interactive_continues_what_is_piped_in(loaded, model_dir, command, tmp_path, monkeypatch, capsys):
     """tests/test_docs.py runs the command itself."""
     flags = ["--max_new_tokens", "6", "--num_samples", "2"]
@@ -359,6 +384,8 @@ def test_bytes_of_a_prompt_that_are_not_utf8_are_replaced(model_dir, command, tm
     prompt, output = os.fsdecode(b"caf\xe9"), tmp_path / "results.json"
     command(sample, model_dir, "--prompt", prompt, "--max_new_tokens", 2)
     assert "\ncaf\ufffd" in capsys.readouterr().out
+    command(sample, model_dir, "--max_new_tokens", 2)
+    assert "\nThe" in capsys.readouterr().out  # without a prompt
     command(compare, model_dir, "--other", model_dir, "--prompt", prompt, "--limit", 1, "--output", output)
     assert json.loads(output.read_text())["compare"]["prompt"] == "caf\ufffd"
 
@@ -577,6 +604,9 @@ def test_an_interrupt_and_out_of_memory_print_no_traceback(error, code, message,
         (perplexity, ["MODEL"], "--data DIR"),
         (perplexity, ["MODEL", "--sequence_length", "65"], "must be from 2 to 64"),
         (sample, ["MODEL", "--top_p", "0"], "--top_p"),
+        (sample, ["MODEL", "--top_p", "1.1"], "--top_p must lie in (0, 1]"),
+        (sample, ["MODEL", "--top_k", "-1"], "--top_k must not be negative"),
+        (sample, ["MODEL", "--interactive", "--prompt", "x"], "--interactive reads its prompts: remove --prompt"),
         (sample, ["MODEL", "--temperature", "nan"], "must be 0 or at least 0.001"),
         (sample, ["MODEL", "--temperature", "1e-45"], "must be 0 or at least 0.001"),
         (sample, ["MODEL", "--seed", "99999999999999999999999"], "must be from 0 to 2^63"),

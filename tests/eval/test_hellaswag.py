@@ -12,6 +12,7 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 from eval import hellaswag
 from eval.loglikelihood import LanguageModel, Request, score_groups
 from eval.published import ACCURACIES
+from eval.scores import ci95
 from tests.eval.conftest import local_tasks
 
 ROW = {"ctx": "", "endings": [""] * 4, "activity_label": "", "ctx_a": "", "ctx_b": "", "label": 0}
@@ -201,3 +202,6 @@ def test_counts_of_ranks_add_up_to_the_accuracies(tiny_gpt2):
     assert "0.2955" in llmc
     assert "0.3114" in lmeval  # each number under the style in which it was published
     assert "0.3114" not in llmc
+    assert f"{result['llmc_acc']:.4f} +- {ci95(result['llmc_acc'], 8):.4f}" in llmc
+    assert lmeval.endswith("Published numbers are for all 10,042 rows, where the interval is about +- 0.009.")
+    assert "Published numbers are for" not in hellaswag.table(result | {"rows": 10_042})
