@@ -36,6 +36,7 @@ STATE = {  # the other keys come from a tiny run
 }
 KEYS = ("language", "license", "library_name", "pipeline_tag", "datasets")
 LINES = [
+    {"step": 80, "loss": 4.1, "tokens_per_second": 1000.0},  # while it compiled
     {"step": 90, "loss": 4.0, "val_loss": 3.9, "tokens_per_second": 800_000.0, "mfu": 0.4},
     {"step": 100, "val_loss": 3.4, "tokens_per_second": 900_000.0, "mfu": 0.5, "hellaswag_llmc_acc": 0.26}
     | {"skipped_steps": 2},
@@ -104,7 +105,10 @@ def test_the_card_has_every_result_and_how_it_was_measured(card):
         "weights after step 100. It is a checkpoint of a run of 19,073 steps.",
         "| shards | 1 with 10,000,000 tokens so far |",
         "| hardware | NVIDIA A100-SXM4-80GB, DDP over 8 processes, on 2 nodes |",
-        "| tokens per second, median of the log | 850,000 |",
+        "| precision | bf16, compiled; weights and optimizer state fp32 |",
+        "| tokens per second, median of the log | 800,000 |",
+        "| MFU, median of the log | 45.0% |",
+        "| steps skipped | 2 |",
         f"| commit | {'0' * 40}, with local changes |",
         'pipeline("text-generation", model="acme/gpt2")',
     ):
@@ -166,6 +170,7 @@ AFTER = PART | {"from_step": 40, "device": "EPYC", "engine": "CPU", "nodes": 1}
         ([PART | {"data": {"files": [{"name": "a.txt"}] * 2, "of": 31}}], None, None, "a.txt and 30 more files"),
         ([PART | {"data": {"shards": "mine", "train_text": "a/b"}}], ["a/b"], None, "| text | a/b |"),
         ([PART | {"init_from": "acme/gpt2"}], FINEWEB, "acme/gpt2", "trained from acme/gpt2"),
+        ([PART | {"init_from": ""}], FINEWEB, None, "trained from other weights"),  # of a path, which is private
         ([PART, AFTER], FINEWEB, None, "DDP over 8 processes, on 2 nodes; EPYC, CPU |"),
         ([PART, AFTER | {"commit": "1" * 40}], FINEWEB, None, f"| commit | {'1' * 40} |"),
         ([PART | {"data": {"files": [{"name": "caf\udce9.txt"}], "of": 1}}], None, None, "caf\ufffd.txt"),  # not UTF-8
