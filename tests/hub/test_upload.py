@@ -145,6 +145,18 @@ def test_a_push_removes_the_state_of_an_earlier_push_and_files_of_another_model(
     assert {*own} <= {*hub.files(REPO, "main")}
 
 
+def test_a_push_by_hand_uploads_the_state_if_it_or_the_run_says_so(hub, run):
+    assert push(run, "--state") == 0
+    assert all({*hub.files(REPO, branch)} >= upload.STATE for branch in BRANCHES)
+    change(run / "step_00000020", push_to_hub="state")
+    assert push(run, repo="acme/again") == 0
+    assert {*hub.files("acme/again", "main")} >= upload.STATE
+    (run / "step_00000020" / "optimizer.safetensors").unlink()  # the newest that has a state then goes to main
+    change(run / "step_00000010", push_to_hub="state")
+    assert push(run) == 2
+    assert hub.models[REPO].branches["main"][-1].message == "Step 10"
+
+
 # Faults of the Hub
 
 TEMPORARY_FAULTS = {
@@ -339,7 +351,11 @@ def test_a_refused_license_stops_a_run_before_its_first_step_and_a_push(hub, run
         assert "the Hub rejects the model card" in message
         assert "set hub_license (of a push: --license)" in message
     assert uploads_of(run, license="mine").wait() == 2  # the Hub accepted it at the start
+    change(run / "step_00000020", hub_license="mine")
+    assert push(run) == 2
+    assert "the Hub rejects the model card" in capsys.readouterr().err
     assert not hub.files(REPO, "main")
+    assert push(run, "--no_card") == 0
 
 
 @pytest.mark.parametrize(
@@ -400,6 +416,7 @@ def test_an_unreachable_hub_stops_a_push_but_not_a_training_run(hub, run, caplog
     screen = capsys.readouterr().out
     assert unreachable in screen
     assert "upload     not on the Hub: step-000010, step-000020, main; the same command, without --fresh, up" in screen
+    assert screen.count(f"upload     to {REPO} failed: ConnectError: ") == 6
     assert "s3cret" not in screen + caplog.text
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", hub.url)
     assert uploads.wait() == 0
