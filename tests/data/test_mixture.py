@@ -165,6 +165,20 @@ def test_a_data_set_of_a_mixture_without_a_full_sequence_is_refused(tmp_path, mo
         pass
 
 
+def test_streams_share_the_disk_budget(tmp_path, monkeypatch, caplog):
+    caplog.set_level("INFO")
+    monkeypatch.chdir(tmp_path)
+    entries = []
+    for i, name in enumerate(("a.txt", "b.txt", "c.txt")):
+        (tmp_path / name).write_text("<|endoftext|>".join(TEXT[i * 30_000 + j * 3000 :][:3000] for j in range(10)))
+        entries.append({"name": name, "weight": 1, "val_documents": 1, "streaming": i > 0})
+    config = parse_config(flags(**TINY, dataset_name=json.dumps(entries), disk_budget_gb=0.5, shard_tokens=2000))
+    with open_datasets(config, batch_arithmetic(config, 1), Processes()):
+        pass
+    budgets = re.findall(r"streaming (\S+) into \S+, at most (\S+) GB", caplog.text)
+    assert budgets == [("b.txt", "0.25"), ("c.txt", "0.25")]
+
+
 def test_a_mixture_on_the_command_line(tmp_path, monkeypatch):
     """Replaces the recipe's data. Each entry has its own subset, and weights have any scale."""
     monkeypatch.chdir(tmp_path)

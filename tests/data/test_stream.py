@@ -135,10 +135,21 @@ def test_a_builder_that_dies_ends_the_run_which_can_be_resumed(prepared, tmp_pat
     with streaming(data) as s:
         assert_rows(s, expected, range(30))
         end(s.builder.process)
-        with pytest.raises(UserError, match=r"that makes the shards in .*s died; the same"):
+        with pytest.raises(Unreachable, match=r"that makes the shards in .*s died; the same"):  # for exit code 75
             assert_rows(s, expected, range(30, last_step))
     with streaming(data, first_step=30) as s:
         assert_rows(s, expected, range(30, last_step))
+
+
+def test_a_stream_ignores_the_error_of_an_earlier_run_and_keeps_a_few_shards_ready(prepared, tmp_path):
+    (tmp_path / STATUS).write_text(json.dumps({"error": "the disk was full", "is_transient": False}))
+    with streaming(config_of(prepared, tmp_path)) as s:
+        s.datasets[0].sequences(0, 0, 1)
+        deadline = time.monotonic() + 30
+        while not (tmp_path / "train_000003.bin").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        assert json.loads(reader_path(tmp_path, 0).read_text()) == {"shard": 0}
 
 
 def test_a_second_stream_into_the_directory_is_refused_and_the_first_continues(prepared, tmp_path, monkeypatch):
