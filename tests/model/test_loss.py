@@ -34,6 +34,15 @@ def test_the_loss_of_no_target_is_zero_and_bf16_autocast_stays_close(chunk_size)
     assert rounded.item() != exact.item()  # autocast was on
 
 
+@pytest.mark.parametrize("by_rows", [True, False])
+def test_the_heads_gradient_of_many_positions_does_not_overflow_fp16(by_rows):
+    """Its sum over all 70,000 is beyond fp16's 65,504 before it is divided by their number."""
+    hidden, weight = torch.ones(1, 70_000, 2).half(), torch.zeros(4, 2).half().requires_grad_()
+    next_token_loss(hidden, weight, torch.zeros(1, 70_000, dtype=torch.long), by_rows=by_rows).backward()
+    expected = torch.tensor([-0.75, 0.25, 0.25, 0.25])[:, None].expand(4, 2)
+    torch.testing.assert_close(weight.grad.float(), expected, rtol=0, atol=1e-3)
+
+
 @pytest.mark.skipif(not find_spec("triton"), reason="needs Triton, which PyTorch's builds for CPUs come without")
 def test_the_fused_loss_is_exact():
     """Against fp64, in Triton's interpreter: numbers of rows and columns that no block divides, one row, several blocks
