@@ -206,6 +206,9 @@ def test_a_partial_evaluation_replaces_neither_full_scores_nor_other_tasks(tmp_p
     assert write("arc", 0.6, True) == {"arc": 0.6, "piqa": 0.5}
     assert write("arc", 0.1, False, "b") == {"arc": 0.1}
     assert "note: replacing the results of a in" in capsys.readouterr().out
+    (tmp_path / "config.json").write_text("{}")  # now the README.md is a model's
+    write("arc", 0.1, True)
+    assert f"note: {tmp_path}/README.md does not show this; evaluate the run and export it" in capsys.readouterr().out
 
 
 def test_texts_of_one_name_have_a_score_each(model_dir, tmp_path, command, capsys):
@@ -335,7 +338,7 @@ def test_a_prompt_that_fits_is_used_in_full_and_a_longer_one_is_truncated_on_the
 
 
 def test_a_text_starts_from_end_of_text_without_a_prompt_and_ends_at_one(loaded, capsys):
-    """Which is not shown. The defaults are temperature 0.8 and top_k 50."""
+    """Which is not shown."""
     tokenizer = copy.deepcopy(loaded.tokenizer)
     options = {"do_sample": True, "temperature": 0.8, "top_k": 50, "max_new_tokens": 6, "pad_token_id": END_OF_TEXT}
     torch.manual_seed(42)
@@ -512,6 +515,11 @@ def test_logits_equal_those_of_transformers(tiny_gpt2, loaded):
     assert activation == "gelu_pytorch_tanh"
     with torch.no_grad():
         torch.testing.assert_close(loaded.model(ids).logits, tiny_gpt2(64).model(ids).logits, atol=1e-4, rtol=1e-5)
+
+
+def test_a_device_that_is_not_there_is_refused():
+    with pytest.raises(common.UserError, match=r"--device tpu: not available on this machine\. Use (cpu|cuda|mps)$"):
+        common.choose_device("tpu", "auto")
 
 
 def test_a_head_of_its_own_is_evaluated(model_dir, tmp_path):
