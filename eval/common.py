@@ -356,7 +356,12 @@ def own_results(checkpoint: Path) -> dict:
 
 def write_results(path: Path, key: str, value: dict) -> None:
     """Stores `value` under `key`; replaces the file atomically. Its other keys stay, and so do the same model's scores
-    under `key` that `value` does not repeat, or repeats on a part of the data only."""
+    under `key` that `value` does not repeat, or repeats on a part of the data only. Raises UserError."""
+    if not path.parent.is_dir():  # a run that is training prunes its checkpoints
+        raise UserError(
+            f"the results above are not stored: {path.parent} was deleted meanwhile, probably by its run, which keeps "
+            "save_total_limit checkpoints; wait for the run's end, or name a file with --output"
+        )
     results = read_results(path)
     previous = results.get(key, {})
     is_same_model = same_model(path, previous or value, value["model"], value.get("weights"))

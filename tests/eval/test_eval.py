@@ -549,6 +549,24 @@ def test_a_file_of_something_else_is_not_overwritten_with_results(tmp_path):
         assert path.read_text() == content
 
 
+def test_the_scores_of_a_checkpoint_that_its_run_deletes_meanwhile_are_printed(
+    model_dir, tmp_path, command, monkeypatch, capsys
+):
+    checkpoint, score_rows = shutil.copytree(model_dir, tmp_path / "run/step_00000010"), hellaswag.score_rows
+
+    def slow_scores(*arguments, **options):
+        scores = score_rows(*arguments, **options)
+        shutil.rmtree(checkpoint)
+        return scores
+
+    monkeypatch.setattr(hellaswag, "score_rows", slow_scores)
+    way_out = f"{checkpoint} was deleted meanwhile.*save_total_limit.*name a file with --output"
+    with pytest.raises(common.UserError, match=way_out):
+        command(hellaswag, tmp_path / "run", "--limit", 4)
+    assert "this model" in capsys.readouterr().out
+    assert not checkpoint.exists()
+
+
 def test_results_of_other_weights_are_not_shown(whole_run, tmp_path, command, capsys):
     """By the SHA-256 that the manifest has, also where the weights that had these results are gone."""
     run = shutil.copytree(whole_run[0], tmp_path / "run")
