@@ -49,10 +49,11 @@ from recipe.engine.factory import open_strategy
 from recipe.engine.launch import EXIT_GRACE_S, fail
 from recipe.engine.strategy import Strategy
 from recipe.estimate.fused_loss import fused_loss
-from recipe.estimate.memory import checkpoint_bytes, checkpoint_count, step_memory
+from recipe.estimate.memory import checkpoint_bytes, step_memory
 from recipe.estimate.micro_batch import memory_kind, micro_batch
 from recipe.model.gpt2 import causal_attention
 from recipe.model.loss import next_token_loss
+from recipe.monitor.summary import disk_notes
 from recipe.optim.muon import orthogonalize
 from recipe.train import run as train
 from recipe.utils.checkpoints import manifest_of, read_metrics
@@ -309,8 +310,8 @@ def disk(config: Config, strategy: Strategy) -> Finding | None:
         return None
     directory = nearest_directory(Path(config.run.output_dir))
     size, free = checkpoint_bytes(config), shutil.disk_usage(directory).free
-    if free <= (needed := checkpoint_count(config) * size):
-        return f"{gb(free)} free", f"the run needs {gb(needed)} in {directory}; choose another --output_dir"
+    if problem := next(disk_notes(config), ""):
+        return "", problem
     block = os.urandom(2**27)
     with tempfile.TemporaryFile(dir=directory) as file:
         started = time.perf_counter()

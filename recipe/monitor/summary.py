@@ -55,7 +55,7 @@ def describe(config: Config, batch: BatchPlan, strategy: Strategy, auto_lines: S
     yield _disk(config)
     if not config.undecided:
         yield _forecast(config, batch, strategy)
-    notes = (*_disk_notes(config), *_launch_notes(strategy), *_device_notes(config, strategy))
+    notes = (*disk_notes(config), *_launch_notes(strategy), *_device_notes(config, strategy))
     yield from (f"note       {note}" for note in notes)
 
 
@@ -141,7 +141,7 @@ def _stream_bytes(config: Config, directory: Path) -> float:
     return max(0.0, config.data.disk_budget_gb * 1e9 - used) if outs else 0.0
 
 
-def _disk_notes(config: Config) -> Iterator[str]:
+def disk_notes(config: Config) -> Iterator[str]:
     """A disk that is too small for the checkpoints."""
     if config.run.plan_device:
         return
