@@ -10,7 +10,7 @@ import logging
 import sys
 import time
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
 import filelock
@@ -94,24 +94,18 @@ def must_prepare(data: DataConfig) -> bool:
     return True
 
 
-@contextmanager
-def directory_lock(out: Path, seconds: float | None = None) -> Generator[None, None, None]:
-    """Holds the lock of a directory of shards: two producers would overwrite each other's unfinished shards. The lock
-    ends with its process. Waits for it: up to `seconds`, after which it raises UserError, or without a limit."""
-    lock = filelock.FileLock(out / MADE_HERE)
-    try:
-        lock.acquire(timeout=seconds or 0)
-    except filelock.Timeout:
-        other = "another process is making shards in this directory"
-        if seconds is not None:
-            way_out = "wait for it, or give another directory: --train_text TEXT --dataset_name DIRECTORY"
-            raise UserError(f"{out}: {other}; {way_out}") from None
-        logger.info("waiting    %s: %s", out, other)
-        lock.acquire()
-    try:
-        yield
-    finally:
-        lock.release()
+def directory_lock(out: Path, seconds: float | None = None) -> AbstractContextManager[object]:
+    """Context: the lock of a directory of shards, already acquired: two producers would overwrite each other's
+    unfinished shards. It ends with its process. Waits for it: up to `seconds`, after which it raises UserError, or
+    without a limit."""
+    lock, other = filelock.FileLock(out / MADE_HERE), "another process is making shards in this directory"
+    with suppress(filelock.Timeout):
+        return lock.acquire(timeout=seconds or 0)
+    if seconds is not None:
+        way_out = "wait for it, or give another directory: --train_text TEXT --dataset_name DIRECTORY"
+        raise UserError(f"{out}: {other}; {way_out}")
+    logger.info("waiting    %s: %s", out, other)
+    return lock.acquire()
 
 
 @contextmanager
