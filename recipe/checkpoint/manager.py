@@ -27,7 +27,6 @@ from recipe.data.tokenizer import GPT2Tokenizer, open_tokenizer
 from recipe.engine.strategy import Strategy
 from recipe.model.gpt2 import GPT2LMHeadModel
 from recipe.optim.optimizer import steps_taken
-from recipe.utils.checkpoints import val_losses
 from recipe.utils.errors import Permanent, UserError, first_line, writing
 from recipe.utils.redaction import redacted
 from recipe.utils.units import plural
@@ -84,7 +83,7 @@ class CheckpointManager:
             return
         processes, self._saved_step = self._strategy.runtime.processes, step
         self._metrics.unwritten = dict(record)  # a copy, since the loop adds evaluations to `record` meanwhile
-        state = {
+        state: dict = {
             "tokens": step * self._config.optimizer.total_batch_tokens,
             "optimizer_steps": steps_taken(self._optimizer),
         } | {name: component.state_dict() for name, component in self._stateful.items()}
@@ -99,6 +98,7 @@ class CheckpointManager:
                 )
             tensors = self._strategy.gather(self._model, self._optimizer)
             if processes.is_main:
+                state["metrics"]["lines_sha256"] = self._metrics.lines_sha256(step)
                 path = checkpoint_path(self._run_dir, step)
                 checkpoint = Checkpoint(path, step, *tensors, self._provenance | state)
                 # A daemon: a second Ctrl-C, which ends the process at once, does not wait for it.
@@ -164,7 +164,7 @@ class CheckpointManager:
         try:
             if self._is_lost():
                 raise UserError("the run's directory was moved or replaced")
-            checkpoint.state["metrics"]["lines_sha256"] = self._metrics.sync(checkpoint.step)
+            self._metrics.sync()
             save_checkpoint(checkpoint, self._files)
         except Exception as error:  # whatever the error, the run goes on
             self._unsaved, self._error, self._metrics.warning = checkpoint, error, f"step {checkpoint.step} not saved"
@@ -184,8 +184,8 @@ class CheckpointManager:
     def _prune(self, step: int, limit: int | None = None) -> None:
         try:
             if not self._is_lost():
-                prune(self._run_dir, step, self._config, val_losses(self._run_dir), limit)
-        except (OSError, UserError) as error:  # a UserError if metrics.jsonl cannot be read
+                prune(self._run_dir, step, self._config, self._metrics.val_losses, limit)
+        except OSError as error:
             logger.warning("WARNING    older checkpoints could not be deleted: %s", error)
 
 

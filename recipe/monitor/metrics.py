@@ -152,12 +152,22 @@ class Metrics:
             self.pauses += pause
             self._window_start += pause
 
-    def sync(self, step: int) -> str:
-        """Flushes metrics.jsonl to the disk, and returns the SHA-256 of its lines before a step, by which an audit
-        verifies them; on the main process. Raises OSError if it cannot be read."""
+    def sync(self) -> None:
+        """Flushes metrics.jsonl to the disk; on the main process."""
         assert self._log
         self._log.sync()
-        return sha256_before(self._log.text(), step)
+
+    def lines_sha256(self, step: int) -> str:
+        """The SHA-256 of the lines of metrics.jsonl before `step`, the current one, by which an audit verifies them; on
+        the main process."""
+        assert self._log
+        return self._log.sha256_before(step)
+
+    @property
+    def val_losses(self) -> dict[int, float]:
+        """{step: validation loss} of the lines of metrics.jsonl; on the main process."""
+        assert self._log
+        return self._log.val_losses.copy()  # the loop adds to it while a checkpoint's thread reads it
 
     def state_dict(self) -> dict:
         """The state for the checkpoint, as JSON. A collective call, which waits for the device."""
@@ -227,6 +237,8 @@ class MetricsLog:
     Attributes:
         earlier: the file's record of `first_step`, without nulls; empty if there is none. An earlier configuration may
             have measured more than this one, such as the validation loss after its last step.
+        val_losses: {step: validation loss} of all lines. It and the checksum are kept, since reading a log of 600,000
+            lines at each save would take seconds.
     """
 
     def __init__(self, path: Path, first_step: int, saves: Callable[[int], bool] = lambda step: False):
@@ -239,6 +251,11 @@ class MetricsLog:
         self.earlier = {k: v for k, v in old_records.get(first_step, {}).items() if v is not None}
         lines = {step: json.dumps(record).encode() + b"\n" for step, record in old_records.items()}
         self._resumed = first_step, sum(len(line) for step, line in lines.items() if step < first_step)
+        self.val_losses: dict[int, float] = {}
+        self._digest = hashlib.sha256()  # of all lines but the last, which has this step
+        self._last_step, self._last_line = 0, b""
+        for step, record in old_records.items():
+            self._count(record, lines[step])
         with writing(path, "free some space or make it writable: it holds the run's curve"):
             last_step = max((record["step"] for record in records), default=0)
             starts_over = first_step == 0 < last_step
@@ -256,7 +273,24 @@ class MetricsLog:
         """Appends a line; a number that is not finite becomes null, since JSON has no NaN."""
         record = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
         step, offset = self._resumed
-        self._append(json.dumps(record).encode() + b"\n", offset if record["step"] == step else None)
+        line = json.dumps(record).encode() + b"\n"
+        self._append(line, offset if record["step"] == step else None)
+        self._count(record, line)
+
+    def _count(self, record: dict, line: bytes) -> None:
+        """Adds a line to the checksum, unless it replaces the last one, and its validation loss to the others."""
+        if record["step"] != self._last_step:
+            self._digest.update(self._last_line)
+        self._last_step, self._last_line = record["step"], line
+        if record.get("val_loss") is not None:
+            self.val_losses[record["step"]] = record["val_loss"]
+
+    def sha256_before(self, step: int) -> str:
+        """The SHA-256 of all lines before `step`, which is that of the last line or a later one."""
+        digest = self._digest.copy()
+        if self._last_step < step:
+            digest.update(self._last_line)
+        return digest.hexdigest()
 
     def _append(self, line: bytes, offset: int | None = None) -> None:
         """Writes `line` after what could not be written before or, with `offset`, in place of what follows it."""
@@ -272,11 +306,6 @@ class MetricsLog:
                 if not self._has_failed:
                     logger.warning("WARNING    %s cannot be written (%s); trying again", self._path, error.strerror)
                 self._has_failed = True
-
-    def text(self) -> bytes:
-        """All lines, also those that are not written yet."""
-        with self._lock:
-            return (self._path.read_bytes() if self._path.is_file() else b"") + self._unwritten
 
     def sync(self) -> None:
         """Flushes the file to disk. Called before a checkpoint is committed, since a run resumed from it does not write

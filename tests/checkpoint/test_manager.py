@@ -29,9 +29,10 @@ class Run:
     def __init__(self, directory):
         self.directory, self.value, self.moment = directory, 1.0, 1.0
         self.synced = []
-        self.metrics = SimpleNamespace(warning="", paused=lambda activity: nullcontext())
+        self.metrics = SimpleNamespace(warning="", paused=lambda activity: nullcontext(), val_losses={})
         self.metrics.state_dict = lambda: {"unwritten": self.metrics.unwritten}
-        self.metrics.sync = lambda step: self.synced.append(step) or "a" * 64
+        self.metrics.lines_sha256 = lambda step: "a" * 64
+        self.metrics.sync = lambda: self.synced.append(True)
         self.strategy = strategy = cpu_strategy()
         strategy.gather = self._gather
         config = parse_config([f"--output_dir={directory}", "--save_total_limit=1", "--lr_scheduler_type=linear"])
@@ -116,8 +117,7 @@ def test_the_last_save_on_a_full_disk_deletes_an_unprotected_checkpoint(run, mon
 
     monkeypatch.setattr(module, "save_checkpoint", commit_on_full_disk)
     monkeypatch.setattr(module, "prune", lambda *a: prune(*a) if run.metrics.warning else None)
-    lines = [{"step": step, "val_loss": 1.0 if step == 1 else 2.0} for step in range(1, 6)]
-    (run.directory / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run.metrics.val_losses = {step: 1.0 if step == 1 else 2.0 for step in range(1, 6)}
     for step in range(1, 6):
         run.save_and_wait(step)
     protect(run.directory / "step_00000002")
@@ -143,12 +143,10 @@ def test_the_last_save_on_a_full_disk_deletes_the_best_checkpoint_if_it_is_bette
 
     monkeypatch.setattr(module, "save_checkpoint", commit_on_full_disk)
     monkeypatch.setattr(module, "RETRY_WINDOW_S", 0)
-    losses = {1: 2.0, 2: 4.0, 3: 1.0, 4: last_loss}
-    lines = [json.dumps({"step": step, "val_loss": loss}) + "\n" for step, loss in losses.items()]
-    (run.directory / "metrics.jsonl").write_text("".join(lines[:2]))
+    run.metrics.val_losses = {1: 2.0, 2: 4.0}
     run.save_and_wait(1)
     run.save_and_wait(2)
-    (run.directory / "metrics.jsonl").write_text("".join(lines))
+    run.metrics.val_losses |= {3: 1.0, 4: last_loss}
     run.save_and_wait(4)
     assert run.manager.finish() == (4 in steps)
     assert run.steps == steps

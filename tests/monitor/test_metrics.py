@@ -1,6 +1,7 @@
 """What a run measures and records: loss, throughput, and metrics.jsonl, also across resumes and failures."""
 
 import json
+import time
 from contextlib import closing
 from types import SimpleNamespace
 
@@ -10,8 +11,8 @@ import torch
 from recipe.config import parse_config
 from recipe.engine.device import Device
 from recipe.estimate.memory import flops_per_token
-from recipe.monitor.metrics import Metrics, MetricsLog, RunningLoss
-from recipe.utils.checkpoints import read_metrics
+from recipe.monitor.metrics import Metrics, MetricsLog, RunningLoss, sha256_before
+from recipe.utils.checkpoints import read_metrics, val_losses
 from recipe.utils.errors import UserError
 from tests.conftest import files_of_at_most, flags
 from tests.engine import cpu_strategy
@@ -55,10 +56,34 @@ def test_a_full_disk_costs_one_warning_and_no_line(tmp_path, caplog):
         with files_of_at_most(20):
             for step in range(1, 50):
                 log.write({"step": step, "sample": 1000 * "x"})
-            assert [json.loads(line)["step"] for line in log.text().splitlines()] == [*range(50)]
+            digest = log.sha256_before(50)
         log.write({"step": 50})
+    assert sha256_before((tmp_path / "metrics.jsonl").read_bytes(), 50) == digest
     assert steps_in(tmp_path / "metrics.jsonl") == [*range(51)]
     assert caplog.text.count("cannot be written (File too large)") == 1
+
+
+def test_a_save_does_not_take_longer_the_longer_a_run_has_been(tmp_path):
+    """It needs the checksum of all lines and all validation losses: also after a resume, which writes a line again, and
+    of a log of 600,000 lines, which took ten seconds to read."""
+    path = tmp_path / "metrics.jsonl"
+    line = '{"step": %d, "loss": 3.25, "val_loss": %s, "seconds": 0.5}\n'
+    path.write_text("".join(line % (step, 4.0 if step % 1000 == 0 else "null") for step in range(1, 20_003)))
+    with closing(MetricsLog(path, first_step=20_000)) as log:
+        for step, record in [
+            (20_000, {"step": 20_000, "val_loss": 4.0, "sample": "the line of the resume, written again"}),
+            (20_001, {"step": 20_001, "val_loss": 2.0}),
+            (20_002, {"step": 20_002, "val_loss": float("nan")}),
+            (20_005, {}),
+        ]:
+            start = time.thread_time()
+            digest, losses = log.sha256_before(step), dict(log.val_losses)
+            assert time.thread_time() - start < 0.05
+            assert (digest, losses) == (sha256_before(path.read_bytes(), step), val_losses(tmp_path))
+            if record:
+                log.write(record)
+                assert log.sha256_before(step) == digest  # a run that is stopped saves after the step's line
+    assert [step for step in losses if step > 19_000] == [20_000, 20_001]
 
 
 def test_a_metrics_path_that_is_not_a_file_is_refused(tmp_path):
