@@ -235,9 +235,9 @@ def _difference(config: Config, state: dict) -> str:
         return f"was trained with {', '.join(changes)}"
     if trained_name == flat["dataset_name"]:
         for entry, source in zip(entries, entries_in(state["about"][-1]["data"]), strict=True):
-            if (trained_files := source.get("files")) and is_text(entry.data.train_text):
-                files = redacted(open_text(entry.data).identity())["files"]
-                if (files[: len(trained_files)], len(files)) != (trained_files, source["of"]):
+            if source.get("files") and is_text(entry.data.train_text):
+                identity = redacted(open_text(entry.data).identity())
+                if any(identity.get(name) != source.get(name) for name in ("files", "files_sha256")):
                     return f"{entry.data.train_text} has changed since then"
         return ""
     try:

@@ -20,7 +20,6 @@ from recipe.utils.errors import UserError
 from recipe.utils.redaction import redact, redacted
 
 logger = logging.getLogger(__name__)
-_MAX_FILES = 10  # of a local text whose names are recorded
 # Packages whose versions may affect a run's numbers.
 _PACKAGES = (
     *("torch", "transformers", "accelerate", "deepspeed", "torch_tpu", "torch_xla"),
@@ -112,5 +111,5 @@ def _data(data: DataConfig) -> dict:
         source = {"train_text": data.dataset_source} if data.dataset_source else {}
         return {"shards": Path(redact(name)).name} | source
     files = manifest.source.get("files", [])
-    truncated = {"files": files[:_MAX_FILES], "of": len(files)} if files else {}
-    return manifest.source | truncated | {"options": manifest.options}
+    count = {"of": len(files)} if files else {}
+    return count | manifest.source | {"options": manifest.options}

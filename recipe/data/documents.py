@@ -3,6 +3,7 @@ a table; a literal end-of-text splits any of these into several documents."""
 
 import codecs
 import csv
+import hashlib
 import io
 import json
 import logging
@@ -35,6 +36,7 @@ MAX_PIECE = 1 << 20
 # No token of GPT-2 spans a visible character and a blank after it, so cutting between them does not change the tokens.
 # After a letter or a digit it does not change those of Llama 3 either, whose punctuation takes line breaks along.
 _SAFE_CUTS = re.compile(r"[^\W_](?=[ \n])"), re.compile(r"\S(?=[ \n])")
+_LISTED_FILES = 10  # of a text, in the manifest
 _BATCH_CHARS = 1 << 17  # characters that a thread tokenizes at once; more if one piece is longer
 _WAY_OUT = (
     "is it complete, and UTF-8? Unpack it, or convert it: iconv -f ENCODING -t UTF-8 FILE > NEW, where ENCODING is "
@@ -190,8 +192,13 @@ class TextFiles:
         return str(self.paths[0]) if len(self.paths) == 1 else f"{len(self.paths)} files of {self._name}"
 
     def identity(self) -> dict:
-        """What the manifest records of the text, to detect changes."""
-        return {"files": [_file_identity(path) for path in self.paths], "text_column": self.column.name}
+        """What the manifest records of the text, to detect changes: its files or, of many, the first ones, their number
+        and a checksum. Each shard writes the manifest and each checkpoint of a stream holds it, so it must be short."""
+        files = [_file_identity(path) for path in self.paths]
+        identity = {"files": files[:_LISTED_FILES], "text_column": self.column.name}
+        if len(files) > _LISTED_FILES:
+            identity |= {"of": len(files), "files_sha256": hashlib.sha256(json.dumps(files).encode()).hexdigest()}
+        return identity
 
     def newest(self) -> dict:
         """Empty: unlike HubText's, local files have no commit."""

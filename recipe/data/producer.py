@@ -135,7 +135,7 @@ class Producer:
         for name, value in current.items():
             if made_with.get(name) != value:
                 change = f"{name} was {made_with.get(name)!r} and is {value!r} now"
-                return "the text files differ" if name == "files" else change
+                return "the text files differ" if name in ("files", "of", "files_sha256") else change
         return ""
 
     def missing(self, entries: list[dict]) -> list[int]:

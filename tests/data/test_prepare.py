@@ -141,6 +141,19 @@ def test_text_files_are_one_document_each(tmp_path):
 STORIES = [TEXT[i * 5000 : i * 5000 + 4990] for i in range(220)]  # more than a reader's chunk of 1 Mi characters
 
 
+def test_the_manifest_of_many_files_is_short_and_every_one_may_change_it(tmp_path):
+    """Each shard writes it, and each checkpoint of a stream holds it: a list of 100,000 files took seconds each."""
+    (tmp_path / "text").mkdir()
+    for number in range(300):
+        (tmp_path / "text" / f"{number:03d}.txt").write_text(f"Text {number}")
+    prepare(data := data_of(tmp_path / "text", tmp_path / "out", val_documents=1))
+    assert (tmp_path / "out" / "manifest.json").stat().st_size < 5000
+    assert prepare(data).source["of"] == 300
+    (tmp_path / "text" / "299.txt").write_text("Text 300")
+    with pytest.raises(UserError, match="another text or with other settings: the text files differ"):
+        prepare(data)
+
+
 def test_a_literal_end_of_text_separates_documents(tmp_path, monkeypatch):
     """As in tiktoken, wherever a reader's chunks end. A long document has the tokens of its unsplit text, also if the
     preparation is interrupted in the middle of it; the first documents are for validation."""
