@@ -149,7 +149,8 @@ def prune(run_dir: Path, step: int, config: Config, val_losses: dict[int, float]
     if limit and best_path and val_losses[step_of(best_path)] > val_losses[max(val_losses)]:
         best_path = None
     for path in paths:
-        if step_of(path) == decay_start or (milestone and step_of(path) % milestone == 0):
+        is_kept = step_of(path) == decay_start or (milestone and step_of(path) % milestone == 0)
+        if is_kept and not (path / _KEEP).exists():  # each costs an fsync, and a long run has many
             protect(path)
     for path in paths[: -(limit or config.run.save_total_limit)]:
         if path != best_path and not (path / _KEEP).exists():

@@ -125,6 +125,17 @@ def test_pruning_keeps_the_newest_the_milestones_and_the_best(tmp_path):
     assert steps_in(tmp_path) == [3, 6]  # 3 was a milestone once
 
 
+def test_pruning_flushes_each_milestone_once(tmp_path, monkeypatch):
+    flushed = []
+    monkeypatch.setattr("recipe.checkpoint.format.fsync", lambda path: flushed.append(path.name))
+    for step in (1, 2, 3):
+        save(tmp_path, step)
+        flushed.clear()
+        prune(tmp_path, step, config_keeping(1, milestone_steps=1), {})
+        assert flushed == [f"step_{step:08d}"]
+    assert steps_in(tmp_path) == [1, 2, 3]
+
+
 def test_a_damaged_checkpoint_does_not_count_toward_save_total_limit(tmp_path):
     """Resumed from 10 because 20 is damaged: neither the save of 12 nor that of 30 may prune 10 for the sake of 20."""
     for step in (5, 10, 20):
