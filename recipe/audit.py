@@ -175,9 +175,10 @@ def replay(interval: Interval, run: Path, command: list[str]) -> Checkpoint:
         trainer = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
         try:
             while trainer.poll() is None:
-                lines = read_metrics(run / "metrics.jsonl")
-                if checkpoint.exists() and lines and lines[-1]["step"] >= interval.last:
-                    break
+                if checkpoint.exists():
+                    lines = read_metrics(run / "metrics.jsonl")
+                    if lines and lines[-1]["step"] >= interval.last:
+                        break
                 time.sleep(0.1)
         finally:
             for number in (signal.SIGTERM, signal.SIGKILL):
