@@ -61,7 +61,9 @@ def _directory_of(text: str, data: DataConfig) -> str:
         path = path.parent if glob.has_magic(path.name) and not path.exists() else path
         stem = re.sub(r"[^\w-]+", "-", path.name.split(".")[0]).strip("-") or "text"
         stem = stem.encode()[:200].decode(errors="ignore")  # a name has at most 255 bytes
-        text = str(Path(text).absolute())
+        # Beside data/, a relative one: it names the same shards after both have moved, or been mounted in a container.
+        absolute = Path(text).absolute()
+        text = str(absolute.relative_to(Path.cwd()) if absolute.is_relative_to(Path.cwd()) else absolute)
     return f"data/{stem}-{hashlib.sha256(json.dumps([text, settings]).encode()).hexdigest()[:8]}"
 
 

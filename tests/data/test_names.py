@@ -231,6 +231,29 @@ def test_data_that_cannot_be_read_is_an_error_of_two_lines(workdir, flag, name):
         opened(f"--{flag}={name}")
 
 
+def test_a_working_directory_may_move(workdir, monkeypatch, in_process):
+    """With its text, shards and runs: a clone that is moved, or mounted in a container. Nothing is tokenized again, and
+    a complete run is complete, unless the text has changed."""
+    (workdir / "old").mkdir()
+    (workdir / "old/mine.txt").write_text(TEXT[:9000])
+
+    def run(directory: str, *words: str) -> tuple[int, str]:
+        monkeypatch.chdir(workdir / directory)
+        text = Path("mine.txt").absolute()
+        code, out, err = in_process([f"--dataset_name={text}", *SMALL, "--run_name=mine", *words])
+        return code, out + err
+
+    assert run("old")[0] == 0
+    (workdir / "old").rename(workdir / "new")
+    code, output = run("new")
+    assert (code, "training is finished" in output) == (0, True), output
+    assert run("new", "--max_steps=9")[0] == 0
+    assert len([*(workdir / "new/data").iterdir()]) == 1
+    (workdir / "new/mine.txt").write_text(TEXT[1:9001])
+    code, output = run("new", "--max_steps=9")
+    assert (code, "mine.txt has changed since then" in output) == (2, True), output
+
+
 def test_num_train_epochs_replaces_max_steps(workdir):
     """Sequences have 32 tokens, and a step has two."""
     (workdir / "mine.txt").write_text(TEXT[:9000])
