@@ -37,7 +37,7 @@ from recipe.utils.redaction import redacted
 
 logger = logging.getLogger(__name__)
 
-_COMPLETE = "complete   training is finished (%s); raise --max_steps to train longer, or start over with --fresh"
+_COMPLETE = "complete   training is finished (%s); raise --%s to train longer, or start over with --fresh"
 _SHARED = "output_dir must be on a file system that all nodes share"
 # Paths, which may differ between nodes.
 _PATH_FIELDS = {"config", "dataset_name", "val_data", "train_text", "init_from", "output_dir"}
@@ -219,7 +219,7 @@ def is_complete(config: Config, processes: Processes, checkpoint: Checkpoint | N
                     f"the run in {config.run.output_dir} is complete, but {difference}; choose another run_name, or "
                     "start over with --fresh"
                 )
-        logger.info(_COMPLETE, checkpoint.path)
+        logger.info(_COMPLETE, checkpoint.path, "train_hours" if config.run.train_hours else "max_steps")
     return complete
 
 

@@ -74,7 +74,7 @@ def test_a_run_decays_and_is_complete_in_time(shards, complete_run, tmp_path, pr
     # Within some percent on a quiet machine; a test machine may slow down at any moment.
     assert 0.5 * SECONDS < saved_state(run)[2] < 2 * SECONDS
     command = flags(**FIELDS, dataset_name=shards, output_dir=run)
-    assert "training is finished" in run_train(*command, processes=processes).stdout
+    assert "; raise --train_hours to train longer" in run_train(*command, processes=processes).stdout
 
     if processes == 1:
         resumed = forget_after(decay_start, shutil.copytree(run, tmp_path / "resumed"))  # killed before the decay
