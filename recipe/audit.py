@@ -23,7 +23,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from bisect import bisect_right
 from contextlib import suppress
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -253,16 +255,17 @@ def compare(run: Values, replay: Values, replay_2: Values, start: Weights, first
     discrete = ("sample", "hellaswag")  # made of tokens and answers, which rounding can change
     limits, tightness = {key: math.inf for key in run.keys() & replay.keys() if key[1].startswith(discrete)}, []
     for kind in KINDS:
-        keys = [key for key in replay_distances if re.search(kind.pattern, key[1])]
+        keys = [key for key in replay_distances if re.search(kind.pattern, key[1])]  # in the order of the steps
+        steps, largest = [key[0] for key in keys], [*accumulate((replay_distances[key] for key in keys), max)]
         # The largest up to twice as far from `first`: it grows with the steps, in some runs faster.
-        rounding = {key: max(replay_distances[k] for k in keys if k[0] <= 2 * key[0] - first + 1) for key in keys}
+        rounding = {key: largest[bisect_right(steps, 2 * key[0] - first + 1) - 1] for key in keys}
         # At 0 the second replay has measured nothing.
         tight_keys = {key for key, size in rounding.items() if 0 < size <= kind.tight}
         for key, size in rounding.items():
             limits[key] = 8 * max(size, kind.floor) if key in tight_keys else max(8 * size, kind.loose)
         if tight_keys:
-            largest, here = (max(sizes[key] for key in tight_keys) for sizes in (run_distances, rounding))
-            tightness.append(f"{len(tight_keys)} {kind.name} within {largest:.0e}, rounding here is {here:.0e}")
+            distance_here, rounding_here = (max(sizes[key] for key in tight_keys) for sizes in (run_distances, rounding))
+            tightness.append(f"{len(tight_keys)} {kind.name} within {distance_here:.0e}, rounding here is {rounding_here:.0e}")
     return first_difference(run, replay, run_distances, limits), tightness
 
 
