@@ -48,6 +48,7 @@ def resolve(data: DataConfig) -> DataConfig:
 def _directory_of(text: str, data: DataConfig) -> str:
     """The directory for the shards of a text; its name depends on the text and on SHARD_FIELDS."""
     path, settings = Path(text), {name: getattr(data, name) for name in SHARD_FIELDS}
+    settings["tokenizer"] = _beside_data(data.tokenizer)
     if data.val_data:
         settings["val_fraction"] = 0.0  # all of the text is trained on
         if not is_on_hub(text):
@@ -61,10 +62,18 @@ def _directory_of(text: str, data: DataConfig) -> str:
         path = path.parent if glob.has_magic(path.name) and not path.exists() else path
         stem = re.sub(r"[^\w-]+", "-", path.name.split(".")[0]).strip("-") or "text"
         stem = stem.encode()[:200].decode(errors="ignore")  # a name has at most 255 bytes
-        # Beside data/, a relative one: it names the same shards after both have moved, or been mounted in a container.
-        absolute = Path(text).absolute()
-        text = str(absolute.relative_to(Path.cwd()) if absolute.is_relative_to(Path.cwd()) else absolute)
+        text = _beside_data(text)
     return f"data/{stem}-{hashlib.sha256(json.dumps([text, settings]).encode()).hexdigest()[:8]}"
+
+
+def _beside_data(path: str) -> str:
+    """A path in the working directory, where data/ is, as a relative one: it names the same shards after both have
+    moved, or been mounted in a container. Any other as an absolute one. A name on the Hub stays as it is."""
+    absolute = Path(os.path.abspath(path))
+    for parent in (absolute, *absolute.parents):
+        if os.path.isdir(parent) and parent.samefile("."):  # perhaps through a link, as /home often is
+            return str(absolute.relative_to(parent))
+    return str(absolute)
 
 
 def short_name(shards: str) -> str:

@@ -17,7 +17,7 @@ from recipe.data.documents import Column, TextFiles
 from recipe.data.open import open_datasets
 from recipe.data.prepare import must_prepare, prepare
 from recipe.data.shards import Manifest
-from recipe.data.tokenizer import encode, open_tokenizer
+from recipe.data.tokenizer import encode, open_tokenizer, train_tokenizer
 from recipe.utils.errors import UserError
 from recipe.utils.processes import Processes
 from tests.conftest import flags, ok, refused, run_train
@@ -232,15 +232,16 @@ def test_data_that_cannot_be_read_is_an_error_of_two_lines(workdir, flag, name):
 
 
 def test_a_working_directory_may_move(workdir, monkeypatch, in_process):
-    """With its text, shards and runs: a clone that is moved, or mounted in a container. Nothing is tokenized again, and
-    a complete run is complete, unless the text has changed."""
+    """With its text, tokenizer, shards and runs: a clone that is moved, or mounted in a container. Nothing is tokenized
+    again, and a complete run is complete, unless the text has changed."""
     (workdir / "old").mkdir()
     (workdir / "old/mine.txt").write_text(TEXT[:9000])
+    train_tokenizer([TEXT[:9000]], str(workdir / "old/own"), vocab_size=300)
 
     def run(directory: str, *words: str) -> tuple[int, str]:
         monkeypatch.chdir(workdir / directory)
-        text = Path("mine.txt").absolute()
-        code, out, err = in_process([f"--dataset_name={text}", *SMALL, "--run_name=mine", *words])
+        paths = flags(dataset_name=Path("mine.txt").absolute(), tokenizer=Path("own").absolute())
+        code, out, err = in_process([*paths, *SMALL, "--run_name=mine", *words])
         return code, out + err
 
     assert run("old")[0] == 0
@@ -252,6 +253,26 @@ def test_a_working_directory_may_move(workdir, monkeypatch, in_process):
     (workdir / "new/mine.txt").write_text(TEXT[1:9001])
     code, output = run("new", "--max_steps=9")
     assert (code, "mine.txt has changed since then" in output) == (2, True), output
+
+
+def test_a_text_and_a_tokenizer_give_the_same_shards_however_their_paths_are_written(workdir, monkeypatch):
+    """Relative, absolute, with `..`, and through a link to the working directory, as /home often is."""
+    (workdir / "work").mkdir()
+    (workdir / "link").symlink_to(workdir / "work")
+    for name in ("work/inside.txt", "outside.txt"):
+        (workdir / name).write_text(TEXT[:9000])
+    train_tokenizer([TEXT[:9000]], str(workdir / "work/own"), vocab_size=300)
+    monkeypatch.chdir(workdir / "work")
+
+    def shards_of(text, tokenizer="own") -> str:
+        return parse_config(flags(dataset_name=text, tokenizer=tokenizer)).data.dataset_name
+
+    inside, outside = shards_of("inside.txt"), shards_of(workdir / "outside.txt")
+    assert inside != outside
+    for place in (".", "../work", workdir / "work", workdir / "link"):
+        assert shards_of(f"{place}/inside.txt", f"{place}/own") == inside
+        assert shards_of(f"{place}/../outside.txt") == outside
+    assert shards_of("inside.txt", "gpt2") not in (inside, outside)
 
 
 def test_num_train_epochs_replaces_max_steps(workdir):
