@@ -15,7 +15,7 @@ from recipe.checkpoint.manager import CheckpointManager
 from recipe.checkpoint.provenance import code_sha256
 from recipe.checkpoint.run_dir import check_same_run, continue_from, run_directory, set_aside
 from recipe.config import DEFAULTS, UNDECIDED, BatchPlan, Config, data_sets, entries_in, hyperparameters
-from recipe.config.catalog import is_text
+from recipe.config.catalog import SHARD_FIELDS, is_text
 from recipe.config.parse import check
 from recipe.data.dataset import check_same_data
 from recipe.data.open import check_dataset, open_datasets, state_on_disk, training_windows
@@ -231,8 +231,10 @@ def _difference(config: Config, state: dict) -> str:
     saved_config, flat = DEFAULTS | state["config"], redacted(config.flat())
     # More steps would continue it, fewer it has taken; the micro-batch changes nothing but rounding.
     names = {*hyperparameters(flat)} - {"max_steps", "micro_batch_size"}
-    if changes := [f"{n} {saved_config[n]!r}, not {flat[n]!r}" for n in sorted(names) if saved_config[n] != flat[n]]:
-        return f"was trained with {', '.join(changes)}"
+    saved = {name: saved_config.get(name) for name in flat}
+    changes = {name: f"{name} {saved[name]!r}, not {flat[name]!r}" for name in flat if saved[name] != flat[name]}
+    if changed := sorted(names & changes.keys()):
+        return f"was trained with {', '.join(changes[name] for name in changed)}"
     if trained_name == flat["dataset_name"]:
         for entry, source in zip(entries, entries_in(state["about"][-1]["data"]), strict=True):
             if source.get("files") and is_text(entry.data.train_text):
@@ -243,6 +245,8 @@ def _difference(config: Config, state: dict) -> str:
     try:
         check_same_data(state["data"], state_on_disk(config.data), "")
     except UserError:
+        if "train_text" not in changes and (changed := [name for name in SHARD_FIELDS if name in changes]):
+            return f"was trained with {', '.join(changes[name] for name in changed)}"  # another split of the same text
         names = ", ".join(entry.data.train_text or entry.data.dataset_name for entry in entries)
         return f"was trained on {trained_name}, not on {names}"
     return ""

@@ -255,6 +255,13 @@ def test_a_working_directory_may_move(workdir, monkeypatch, in_process):
     assert (code, "mine.txt has changed since then" in output) == (2, True), output
 
 
+def test_a_complete_run_that_is_repeated_with_another_split_of_its_text_is_told_which(workdir, in_process):
+    (workdir / "mine.txt").write_text(TEXT[:9000])
+    assert in_process(["--dataset_name=mine.txt", *SMALL, "--val_fraction=0.1"])[0] == 0
+    code, _, err = in_process(["--dataset_name=mine.txt", *SMALL, "--val_fraction=0.2"])
+    assert (code, "is complete, but was trained with val_fraction 0.1, not 0.2; choose" in err) == (2, True), err
+
+
 def test_a_text_and_a_tokenizer_give_the_same_shards_however_their_paths_are_written(workdir, monkeypatch):
     """Relative, absolute, with `..`, and through a link to the working directory, as /home often is."""
     (workdir / "work").mkdir()
