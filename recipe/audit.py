@@ -264,8 +264,8 @@ def compare(run: Values, replay: Values, replay_2: Values, start: Weights, first
         for key, size in rounding.items():
             limits[key] = 8 * max(size, kind.floor) if key in tight_keys else max(8 * size, kind.loose)
         if tight_keys:
-            distance_here, rounding_here = (max(sizes[key] for key in tight_keys) for sizes in (run_distances, rounding))
-            tightness.append(f"{len(tight_keys)} {kind.name} within {distance_here:.0e}, rounding here is {rounding_here:.0e}")
+            worst, noise = (max(sizes[key] for key in tight_keys) for sizes in (run_distances, rounding))
+            tightness.append(f"{len(tight_keys)} {kind.name} within {worst:.0e}, rounding here is {noise:.0e}")
     return first_difference(run, replay, run_distances, limits), tightness
 
 
