@@ -219,7 +219,8 @@ def is_complete(config: Config, processes: Processes, checkpoint: Checkpoint | N
                     f"the run in {config.run.output_dir} is complete, but {difference}; choose another run_name, or "
                     "start over with --fresh"
                 )
-        logger.info(_COMPLETE, checkpoint.path, "train_hours" if config.run.train_hours else "max_steps")
+        length = "train_hours" if config.run.train_hours else "max_steps or --num_train_epochs"
+        logger.info(_COMPLETE, checkpoint.path, length)
     return complete
 
 

@@ -370,7 +370,7 @@ def test_a_dry_run_for_other_devices_checks_the_inputs(
 @pytest.mark.parametrize(
     ("fields", "code", "output"),
     [
-        ({"dropout": 0.1}, 0, "finished .*; raise --max_steps to train longer, "),
+        ({"dropout": 0.1}, 0, "finished .*; raise --max_steps or --num_train_epochs to train longer, "),
         ({"max_steps": 30}, 0, "resume +from step 20 "),
         ({"seed": 2}, 2, "holds a run with other settings: seed "),
         ({"seed": 2, "fresh": "true"}, 0, "validation"),
