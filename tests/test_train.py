@@ -17,11 +17,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from recipe.checkpoint.format import checkpoints
+from recipe.checkpoint.format import checkpoints, save_checkpoint
 from recipe.data.tokenizer import encode
 from recipe.evaluation import Evaluator
 from recipe.hub.model_card import model_card
-from recipe.monitor.metrics import MetricsLog
 from recipe.monitor.summary import summarize
 from tests import processes as programs
 from tests.checkpoint import change_state
@@ -157,16 +156,16 @@ def test_a_resumed_run_keeps_no_file_of_a_checkpoint_open(shards, whole_run, tmp
     assert kept == []
 
 
-def test_a_save_that_cannot_read_the_curve_fails_alone(shards, tmp_path, monkeypatch, in_process):
+def test_a_save_that_fails_fails_alone(shards, tmp_path, monkeypatch, in_process):
     """A file server that does not answer for a moment must not end a run."""
-    read, failures = MetricsLog.text, [OSError(errno.EIO, "Input/output error")]
+    failures = [OSError(errno.EIO, "Input/output error")]
 
-    def text(log):
+    def save(*arguments):
         if failures:
             raise failures.pop()
-        return read(log)
+        return save_checkpoint(*arguments)
 
-    monkeypatch.setattr(MetricsLog, "text", text)
+    monkeypatch.setattr("recipe.checkpoint.manager.save_checkpoint", save)
     code, out, _ = in_process(tiny_flags(shards, tmp_path))
     assert code == 0
     assert "step 10: NOT SAVED: Input/output error" in out
