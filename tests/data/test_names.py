@@ -255,6 +255,20 @@ def test_a_working_directory_may_move(workdir, monkeypatch, in_process):
     assert (code, "mine.txt has changed since then" in output) == (2, True), output
 
 
+def test_a_complete_run_notices_a_change_of_any_file_of_its_text(workdir, in_process):
+    """The checkpoint names the first ten."""
+    (workdir / "texts").mkdir()
+    for number in range(12):
+        (workdir / f"texts/{number:02d}.txt").write_text(TEXT[1000 * number :][:1000])
+    argv = ["--dataset_name=texts", *SMALL, "--val_fraction=0.1"]
+    assert in_process(argv)[0] == 0
+    code, out, _ = in_process(argv)
+    assert (code, "training is finished" in out) == (0, True)
+    (workdir / "texts/11.txt").write_text(TEXT[:1000])
+    code, _, err = in_process(argv)
+    assert (code, "is complete, but texts has changed since then" in err) == (2, True), err
+
+
 def test_a_complete_run_that_is_repeated_with_another_split_of_its_text_is_told_which(workdir, in_process):
     (workdir / "mine.txt").write_text(TEXT[:9000])
     assert in_process(["--dataset_name=mine.txt", *SMALL, "--val_fraction=0.1"])[0] == 0
