@@ -233,6 +233,13 @@ def test_a_run_may_differ_by_a_few_times_the_rounding_and_no_more(name, rounding
         assert bool(sentence) == bool(difference)
 
 
+def test_rounding_counts_up_to_twice_as_far_from_the_start():
+    """Up to step 5 of 8 for step 2, and up to step 3 for step 1."""
+    replay = {(step, "loss"): 3.0 for step in range(1, 9)}
+    _, tightness = audit.compare(replay, replay, replay | {(5, "loss"): 3.0 + 1e-6}, {}, 0)
+    assert tightness == ["7 losses within 0e+00, rounding here is 3e-07"]
+
+
 def test_an_interval_of_many_lines_is_compared_in_seconds():
     lines = range(1, 5001)
     replay, replay_2 = ({(step, "loss"): 3.0 + error for step in lines} for error in (0.0, 1e-6))
