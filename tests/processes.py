@@ -186,8 +186,11 @@ def run(
 def _start_server() -> None:
     """Starts the forkserver, unless it runs, with the shim that injects faults into programs."""
     libraries = [shim(), os.environ.get("LD_PRELOAD", "")]  # such as tcmalloc
+    directory = os.getcwd()
+    os.chdir(ROOT)  # elsewhere, as in a test of another directory, it would not find tests.preload, and say nothing
     with mock.patch.dict(os.environ, LD_PRELOAD=":".join(filter(None, libraries))):
         forkserver.ensure_running()
+    os.chdir(directory)
 
 
 def _needs_fresh(env: dict[str, str]) -> bool:
