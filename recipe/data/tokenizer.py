@@ -90,11 +90,13 @@ class GPT2Tokenizer:
         name: for display; of a directory only the last component, since its path is private.
         digest: equal for tokenizers that produce the same tokens.
         end_of_text: the id of the token that precedes each document; `end_of_text_token` is its text.
+        padding: the id of the padding token: end-of-text, unless the tokenizer has its own.
     """
 
     name = digest = GPT2
     vocab_size = VOCAB_SIZE
     end_of_text, end_of_text_token = END_OF_TEXT, "<|endoftext|>"
+    padding = END_OF_TEXT
 
     @cached_property
     def _tokenizer(self) -> PreTrainedTokenizerFast:
@@ -113,11 +115,9 @@ class GPT2Tokenizer:
         return self._tokenizer.get_vocab()
 
     def save(self, directory: Path, max_length: int) -> None:
-        """Writes the files that `AutoTokenizer.from_pretrained(directory)` loads, for `max_length` positions. Without a
-        padding token of its own, end-of-text becomes that."""
+        """Writes the files that `AutoTokenizer.from_pretrained(directory)` loads, for `max_length` positions."""
         tokenizer = copy.deepcopy(self._tokenizer)
         tokenizer.model_max_length = max_length
-        tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
         tokenizer.save_pretrained(directory)
 
 
@@ -130,6 +130,8 @@ class CustomTokenizer(GPT2Tokenizer):
         self.name = Path(name).resolve().name if Path(name).exists() else name
         self.vocab_size = max(self.vocabulary().values()) + 1
         self.end_of_text, self.end_of_text_token = self._tokenizer.eos_token_id, self._tokenizer.eos_token
+        self._tokenizer.pad_token = self._tokenizer.pad_token or self.end_of_text_token
+        self.padding = self._tokenizer.pad_token_id
         settings = json.loads(self._tokenizer.backend_tokenizer.to_str())
         for token in settings["added_tokens"]:  # text may contain <|user|>, but end-of-text is between documents
             token["special"] = token["content"] == self.end_of_text_token

@@ -29,11 +29,12 @@ def build_model(
     `init_from` cannot be loaded or has another architecture.
     """
     fields, run = config.model, config.run
-    end_of_text = open_tokenizer(config.data.tokenizer).end_of_text
+    tokenizer = open_tokenizer(config.data.tokenizer)
     gpt2_config = GPT2Config(
         **{name: getattr(fields, name) for name in SHAPE_FIELDS},
-        bos_token_id=end_of_text,
-        eos_token_id=end_of_text,
+        bos_token_id=tokenizer.end_of_text,
+        eos_token_id=tokenizer.end_of_text,
+        pad_token_id=tokenizer.padding,
         resid_pdrop=fields.dropout,
         embd_pdrop=fields.dropout,
         attn_pdrop=fields.dropout,

@@ -237,11 +237,8 @@ class GPT2LMHeadModel(nn.Module):
         config = copy.deepcopy(self.config)
         config.architectures, config.dtype = ["GPT2LMHeadModel"], torch.float32
         config.n_ctx = config.n_positions  # llama.cpp's converter reads OpenAI's name for it
-        end_of_text = config.eos_token_id
-        assert not isinstance(end_of_text, list)
-        config.pad_token_id = end_of_text
         config.save_pretrained(directory)
-        tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), end_of_text)
+        tokens = {name: getattr(config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
         # By default a pipeline generates 256 tokens. max_length is set only if the positions are too few for these and
         # a prompt: transformers 5 warns at each call with both max_length and max_new_tokens.
         limit = {"max_length": config.n_positions} if config.n_positions < 2 * 256 else {}

@@ -13,19 +13,28 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedTokenizerFast,
+)
 
 from eval import common, sample
 from eval.curves import read_run
 from eval.perplexity import byte_lengths, shard_windows, summarize, window_losses
 from eval.report import write_report
+from recipe.config import parse_config
 from recipe.data.prepare import prepare
 from recipe.data.shards import Manifest, check_tokenizer, find_shards
 from recipe.data.tokenizer import open_tokenizer
 from recipe.hub.model_card import model_card
+from recipe.model.build import build_model
 from recipe.utils.errors import UserError
 from tests import processes
-from tests.conftest import ROOT, SHAKESPEARE, TINY, by_step, ok, refused, run_train, tiny_flags
+from tests.conftest import ROOT, SHAKESPEARE, TINY, by_step, flags, ok, refused, run_train, tiny_flags
 from tests.data import TEXT, data_of, tokens_in
 
 VOCABULARY, END = 600, "<|done|>"
@@ -156,6 +165,18 @@ def test_transformers_loads_model_and_tokenizer_from_the_checkpoint(trained_run)
     assert tokenizer.decode(ids).encode() == open_tokenizer(str(root / "own")).decode(ids)
     assert "HellaSwag (4 rows)" in output
     assert "step 20: sample " in output
+
+
+def test_its_padding_token_is_the_models_too(tmp_path):
+    """By it, transformers finds the last token of a text that it classifies. Without one, end-of-text pads."""
+    trained = train_tokenizer()
+    for pad in (END, "<|pad|>"):
+        PreTrainedTokenizerFast(tokenizer_object=trained, eos_token=END, pad_token=pad).save_pretrained(tmp_path / pad)
+        model = build_model(parse_config(flags(**TINY, tokenizer=tmp_path / pad)))
+        model.save_config(tmp_path)
+        configs = (GPT2Config.from_pretrained(tmp_path), GenerationConfig.from_pretrained(tmp_path))
+        ids = {config.pad_token_id for config in configs}
+        assert ids == {AutoTokenizer.from_pretrained(tmp_path / pad).convert_tokens_to_ids(pad)}
 
 
 def test_published_losses_are_not_shown_beside_those_of_other_tokens(trained_run, tmp_path):
