@@ -6,6 +6,7 @@ Writes report.html, which is self-contained, and each plot as a PNG, from metric
 import base64
 import math
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 
 import jinja2
@@ -32,6 +33,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="directory of report.html and the PNGs (default: RUN/report)")
     args = parser.parse_args()
     runs = [read_run(path) for path in args.runs or [newest_run()]]
+    if len({run.name for run in runs}) < len(runs):  # sweep-1/a and sweep-2/a
+        runs = [replace(run, name=common.utf8(str(run.directory))) for run in runs]
     out = (args.out or runs[0].directory / "report").expanduser()
     if out.exists() and not out.is_dir():
         raise common.UserError(f"--out {out} is a file. Name a directory")

@@ -164,6 +164,16 @@ def test_the_settings_of_a_sweep_and_its_losses_over_seeds(tmp_path, monkeypatch
         assert all(cell in page for cell in row)
 
 
+def test_runs_in_directories_of_one_name_are_called_by_their_paths(tmp_path, monkeypatch, capsys):
+    for parent in ("sweep-1", "sweep-2"):
+        write_run(tmp_path / parent / "a", lines_of())
+    monkeypatch.chdir(tmp_path)
+    for runs, names in ((["sweep-1/a"], ["a"]), (["sweep-1/a", "sweep-2/a"], ["sweep-1/a", "sweep-2/a"])):
+        monkeypatch.setattr("sys.argv", ["report", *runs, "--out", "report"])
+        report.main()
+        assert [line for line in capsys.readouterr().out.splitlines() if line.endswith("a")] == names
+
+
 @pytest.mark.parametrize(
     ("changes", "table"),
     [
