@@ -234,7 +234,7 @@ def test_recorded_names_are_escaped(card):
         assert "\nlicense: other" not in made.content
         assert made.data.datasets is None
         preceded = "" if "shards" in source else " preceded each document in training; it"  # of others' shards unknown
-        assert f"Token 50256, {escaped},{preceded} ends generation" in made.text
+        assert f"Token 50256, {escaped},{preceded} ends generation. " in made.text
         assert f"| {escaped} | acc | 0.5000 | by hand |" in made.text
         assert f"\n# {escaped}\n" in made.text
         assert f"\n## Compared with {escaped}\n" in made.text
