@@ -1,5 +1,6 @@
 """The report's plots: matplotlib figures of one or more runs. A legend names only what is drawn."""
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -167,11 +168,14 @@ def _look(i: int) -> tuple[dict[str, str], str]:
 
 
 def _legend(axes: Axes) -> None:
-    """Puts the legend above the axes, clear of the curves, in two columns if they fit."""
+    """Puts the legend above the axes, clear of the curves, in two columns if they fit. More than six rows of it make
+    the figure higher, not the axes lower."""
     handles, labels = axes.get_legend_handles_labels()
     figure = axes.get_figure(root=True)
     assert figure
-    figure.legend(handles, labels, loc="outside upper left", ncols=2 if max(map(len, labels)) < 48 else 1)
+    columns = 2 if max(map(len, labels)) < 48 else 1
+    figure.legend(handles, labels, loc="outside upper left", ncols=columns)
+    figure.set_figheight(figure.get_figheight() + 0.19 * max(0, math.ceil(len(labels) / columns) - 6))
 
 
 def _token_axis(axes: Axes) -> None:

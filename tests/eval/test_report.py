@@ -164,6 +164,15 @@ def test_the_settings_of_a_sweep_and_its_losses_over_seeds(tmp_path, monkeypatch
         assert all(cell in page for cell in row)
 
 
+@pytest.mark.filterwarnings("error:constrained_layout not applied")
+def test_the_curves_of_16_runs_have_room_below_their_legend(tmp_path):
+    runs = [write_run(tmp_path / f"lr1e-2-wd0.1-{i:02}", lines_of()[:30]) for i in range(16)]
+    with matplotlib.style.context(plots.STYLE):
+        figure = drawn(*runs)["loss"].figure
+        figure.draw_without_rendering()
+    assert all(axes.get_position().height * figure.get_figheight() > 1.5 for axes in figure.axes)  # inches
+
+
 def test_runs_in_directories_of_one_name_are_called_by_their_paths(tmp_path, monkeypatch, capsys):
     for parent in ("sweep-1", "sweep-2"):
         write_run(tmp_path / parent / "a", lines_of())
