@@ -41,7 +41,9 @@ def main() -> None:
     with writing(out, "name another directory with --out"):
         out.mkdir(parents=True, exist_ok=True)
     for run, findings in zip(runs, write_report(runs, out), strict=True):
-        print(run.name)
+        tokens, losses = run.series("val_loss")
+        loss = f": validation loss {losses[-1]:.4f} after {si(tokens[-1], 'B')} tokens" if len(losses) else ""
+        print(f"{run.name}{loss}")
         for finding in findings:
             print(f"  {LABELS[finding.kind]:<5} {finding.text}")
     for settings, *numbers in over_seeds(runs):

@@ -180,7 +180,9 @@ def test_runs_in_directories_of_one_name_are_called_by_their_paths(tmp_path, mon
     for runs, names in ((["sweep-1/a"], ["a"]), (["sweep-1/a", "sweep-2/a"], ["sweep-1/a", "sweep-2/a"])):
         monkeypatch.setattr("sys.argv", ["report", *runs, "--out", "report"])
         report.main()
-        assert [line for line in capsys.readouterr().out.splitlines() if line.endswith("a")] == names
+        lines = [line.split(": validation loss ") for line in capsys.readouterr().out.splitlines()]
+        loss = f"{lines_of()[-1]['val_loss']:.4f} after "
+        assert [line[0] for line in lines if line[1:] and line[1].startswith(loss)] == names
 
 
 @pytest.mark.parametrize(
