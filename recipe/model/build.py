@@ -88,4 +88,4 @@ def _check_config(config: Config, directory: str) -> None:
         raise UserError(f"init_from {model.init_from} has {', '.join(mismatches)}; set the recipe's fields to match")
     if init_config.n_inner not in (None, 4 * model.n_embd):
         raise UserError(f"init_from {model.init_from} has n_inner {init_config.n_inner}; a recipe's is 4 n_embd")
-    check_supported(init_config)
+    check_supported(init_config, f"init_from {model.init_from}")

@@ -265,11 +265,11 @@ class GPT2LMHeadModel(nn.Module):
         self.load_state_dict(tensors)
 
 
-def check_supported(config: GPT2Config) -> None:
-    """Raises UserError for a variant of GPT-2 that this module does not compute."""
+def check_supported(config: GPT2Config, origin: str = "model config") -> None:
+    """Raises UserError, naming `origin`, for a variant of GPT-2 that this module does not compute."""
     for name, required in _REQUIRED.items():
         if (value := getattr(config, name)) != required:
-            raise UserError(f"model config: {name} is {value!r}; only {required!r} is supported here")
+            raise UserError(f"{origin}: {name} is {value!r}; only {required!r} is supported here")
 
 
 def read_config(directory: str) -> GPT2Config:

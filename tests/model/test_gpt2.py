@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, GPT2Config
 from recipe.config import OptimizerConfig, parse_config
 from recipe.model import gpt2
 from recipe.model.attention import block_attention
-from recipe.model.build import build_model
+from recipe.model.build import build_model, check_init_from
 from recipe.model.gelu import logistic_gelu
 from recipe.model.gpt2 import GPT2LMHeadModel
 from recipe.model.linear import TwoStageLinear, two_stage_linear
@@ -213,9 +213,13 @@ def test_loads_openais_layout_and_names_what_does_not_fit(tmp_path):
     ("name", "value"),
     [("activation_function", "relu"), ("tie_word_embeddings", False), ("layer_norm_epsilon", 1e-6)],
 )
-def test_an_unsupported_config_is_refused(name, value):
-    with pytest.raises(UserError, match=f"{name} is {value!r}"):
-        GPT2LMHeadModel(GPT2Config(**{name: value}))
+def test_an_unsupported_config_is_refused(name, value, tmp_path):
+    config = GPT2Config(n_positions=64, n_embd=32, n_head=2, n_layer=2, **{name: value})
+    with pytest.raises(UserError, match=f"model config: {name} is {value!r}"):
+        GPT2LMHeadModel(config)
+    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=f"^init_from {re.escape(str(tmp_path))}: {name} is {value!r}"):
+        check_init_from(parse_config(flags(**TINY, init_from=tmp_path)))
 
 
 def test_a_model_type_of_its_own_is_refused_by_transformers(tmp_path):
