@@ -50,6 +50,8 @@ def parse_config(argv: list[str] | None = None) -> Config:
         raise UserError(f"{' and '.join(lengths)} set the length of the run; give one of them")
     directory = re.search(r"(\w[\w.-]*)/recipe\.yaml$", path.as_posix())  # of a run, in which best.py has written it
     default_name = directory[1] if directory else re.sub(r"[^\w.-]+", "-", path.stem).strip("-.") or "run"
+    if {"WANDB_SWEEP_ID", "WANDB_RUN_ID"} <= os.environ.keys():  # as `wandb agent` sets for each run
+        default_name += f"-{os.environ['WANDB_RUN_ID']}"
     values["config"], values["run_name"] = str(path), values.get("run_name") or default_name
     values["output_dir"] = values.get("output_dir") or f"runs/{values['run_name']}"
 

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import sqlite3
 import sys
 from contextlib import closing, suppress
@@ -10,16 +11,17 @@ from pathlib import Path
 from unittest.mock import MagicMock
 
 import pytest
+import yaml
 from accelerate.state import PartialState
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
 from recipe.config import parse_config
 from recipe.monitor import trackers
 from recipe.monitor.metrics import Metrics
-from recipe.monitor.trackers import Tracker, check_tracker
+from recipe.monitor.trackers import Tracker, check_tracker, metric_names
 from recipe.utils.errors import UserError
 from tests.canary import HUB_TOKEN, WANDB_KEY
-from tests.conftest import TINY, flags
+from tests.conftest import ROOT, TINY, flags
 from tests.engine import cpu_strategy
 
 NAMES = ("tensorboard", "wandb", "trackio")
@@ -179,3 +181,21 @@ def test_a_tracker_that_is_not_installed_is_refused(monkeypatch):
     check_tracker("none")
     with pytest.raises(UserError, match=r"report_to is wandb, which is not installed: pip install -e '\.\[trackers\]'"):
         check_tracker("wandb")
+
+
+@needs["wandb"]
+def test_each_run_of_a_sweep_has_a_directory_of_its_own(monkeypatch):
+    """The second would be refused in that of the first one, which had another rate."""
+    from wandb.sdk.launch.sweeps.utils import create_sweep_command_args
+
+    sweep = yaml.safe_load(re.search(r"```yaml\n(.*?)```", (ROOT / "docs/evaluation.md").read_text(), re.DOTALL)[1])
+    assert sweep["metric"]["name"] in metric_names({"val_loss": 3.0})
+    values = {name: {"value": drawn.get("value", drawn.get("min"))} for name, drawn in sweep["parameters"].items()}
+    arguments = create_sweep_command_args({"args": values | {"torch_compile": {"value": False}}})["args"]
+    monkeypatch.setenv("WANDB_RUN_ID", "1a2b3c4d")
+    assert parse_config(arguments).run.run_name == "gpt2"  # by hand: the run of this id is continued
+    monkeypatch.setenv("WANDB_SWEEP_ID", "9z8y7x6w")
+    config = parse_config(arguments)
+    assert (config.run.run_name, config.run.output_dir) == ("gpt2-1a2b3c4d", "runs/gpt2-1a2b3c4d")
+    assert (config.optimizer.learning_rate, config.run.torch_compile) == (3e-4, False)
+    assert parse_config([*arguments, "--run_name=mine"]).run.run_name == "mine"
