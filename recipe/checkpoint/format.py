@@ -181,6 +181,7 @@ def state_of(checkpoint: Path) -> dict:
     path = checkpoint / "trainer_state.json"
     with reading(path, f"try again, or move {checkpoint.name} away to continue from an earlier checkpoint"):
         state = json.loads(path.read_bytes())
+    with reading(path, "if another version wrote it, use that one ('commit' names it), or start over with --fresh"):
         check(state, _STATE)
         config, data_states = state["config"], entries_in(state["data"])
         if not state["about"]:

@@ -207,6 +207,7 @@ def test_the_command_lists_and_verifies(tmp_path, capsys):
         ("data.manifest", {"source": {}, "options": {}, "shards": [{"file": "/x"}]}, "shards[0].split is missing"),
         ("data.mixture", [{"shards": []}] * 2, "data does not match the data sets in config.dataset_name"),
         ("metrics.running_loss.count", 1.5, "metrics.running_loss.count is 1.5"),
+        ("metrics.first_steps", None, "metrics.first_steps is missing); if another version wrote it, use that one ("),
         ("metrics.unwritten.loss", [1.0], "unwritten.loss is [1.0]"),
         ("about", [], "about is empty"),
         ("about", [{}], "about[0].from_step is missing"),
