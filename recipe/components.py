@@ -236,7 +236,8 @@ def _difference(config: Config, state: dict) -> str:
     changes = {name: f"{name} {saved[name]!r}, not {flat[name]!r}" for name in flat if saved[name] != flat[name]}
     if changed := sorted(names & changes.keys()):
         return f"was trained with {', '.join(changes[name] for name in changed)}"
-    if trained_name == flat["dataset_name"]:
+    is_same_text = _texts(saved_config) == _texts(flat) and not changes.keys() & set(SHARD_FIELDS)
+    if trained_name == flat["dataset_name"] or is_same_text:  # whatever its shards are called now
         for entry, source in zip(entries, entries_in(state["about"][-1]["data"]), strict=True):
             if source.get("files") and is_text(entry.data.train_text):
                 identity = redacted(open_text(entry.data).identity())
@@ -251,6 +252,13 @@ def _difference(config: Config, state: dict) -> str:
         names = ", ".join(entry.data.train_text or entry.data.dataset_name for entry in entries)
         return f"was trained on {trained_name}, not on {names}"
     return ""
+
+
+def _texts(config: dict) -> list[dict]:
+    """The data sets of a flat configuration: those of a text without the name of their shards."""
+    name = config["dataset_name"]
+    entries = [{"name": name, "train_text": config["train_text"]}] if isinstance(name, str) else name
+    return [entry | {"name": ""} if entry.get("train_text") else entry for entry in entries]
 
 
 def with_vocabulary(config: Config, processes: Processes) -> Config:

@@ -255,6 +255,29 @@ def test_a_working_directory_may_move(workdir, monkeypatch, in_process):
     assert (code, "mine.txt has changed since then" in output) == (2, True), output
 
 
+@pytest.mark.parametrize("mixed", [False, True])
+def test_a_complete_run_is_complete_where_the_shards_of_its_text_have_another_name(workdir, in_process, mixed):
+    """By its command, or by a newer version."""
+    (workdir / "mine.txt").write_text(TEXT[:9000])
+    (workdir / "more.txt").write_text(TEXT[9000:18000])
+
+    def run(directory: str) -> tuple[int, str]:
+        if mixed:
+            entry = f"train_text: mine.txt, weight: 1, name: {directory}"
+            argv = [f"--dataset_name=[{{{entry}}}, {{name: more.txt, weight: 1}}]"]
+        else:
+            argv = flags(train_text="mine.txt", dataset_name=directory)
+        code, out, err = in_process([*argv, *SMALL, "--val_fraction=0.1", "--run_name=mine"])
+        return code, out + err
+
+    assert run("old")[0] == 0
+    code, output = run("new")
+    assert (code, "training is finished" in output) == (0, True), output
+    (workdir / "mine.txt").write_text(TEXT[1:9001])
+    code, output = run("new")
+    assert (code, "mine.txt has changed since then" in output) == (2, True), output
+
+
 def test_a_complete_run_notices_a_change_of_any_file_of_its_text(workdir, in_process):
     """The checkpoint names the first ten."""
     (workdir / "texts").mkdir()
