@@ -21,7 +21,7 @@ LEARNING_STEP, LEARNING_DROP = 200, 2.0
 MAX_RISE = 0.03
 # Nats by which the median training loss of a run's last tenth may lie above that of another: far more than its noise.
 MAX_TRAINING_RISE = 0.5
-MIN_LINES = 20  # of training losses, so that a tenth of them has a median
+MIN_LINES = 50  # of training losses, so that a tenth of them has a median; of two, it is as noisy as a batch
 # Fraction of the tokens by which a curve may be ahead of or behind its reference.
 TOKEN_SHIFT = 0.1
 # Up to this many skipped steps are only worth a note: fp16's loss scale starts at 65,536 and is halved at each.

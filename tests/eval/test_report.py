@@ -441,6 +441,12 @@ def test_problems_are_found_without_a_reference(damage, kind, sentence, tmp_path
     assert [finding.kind for finding in findings if re.search(sentence, finding.text)] == [kind], findings
 
 
+def test_the_noise_of_a_few_batches_is_no_divergence(tmp_path):
+    lines = lines_of()[:31]
+    both(changed("val_loss", None, 1), changed("loss", lambda loss: loss + 1, 28))(lines)
+    assert not [finding for finding in diagnosed(write_run(tmp_path / "run", lines)) if "diverges" in finding.text]
+
+
 def test_a_run_that_starts_from_other_weights_may_begin_at_a_low_loss(tmp_path):
     lines = lines_of()
     changed("val_loss", 4.4, 0, 1)(lines)
