@@ -37,9 +37,10 @@ _context.set_forkserver_preload(["tests.preload"])
 
 
 def environment(changes: dict | None = None) -> dict:
-    """The environment of a run on the CPU, even if there are GPUs; with one thread, so that sums are the same on every
-    machine."""
-    variables = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"} | (changes or {})
+    """The environment of a command that is typed, not run by `make test`; on the CPU, even if there are GPUs, with one
+    thread, so that sums are the same on every machine."""
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("MAKE") and name != "ARGS"}
+    variables |= {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"} | (changes or {})
     if variables["ACCELERATE_USE_CPU"] == "true":
         variables["CUDA_VISIBLE_DEVICES"] = ""
     variables.pop("PYTHONPATH", None)

@@ -66,15 +66,10 @@ def remote() -> list[str]:
     return [shlex.join(container), *docker, job, sky["setup"], sky["run"]]
 
 
-def shell_environment() -> dict[str, str]:
-    """The environment of a typed command: without the variables of `make test`."""
-    return {k: v for k, v in environment().items() if not k.startswith("MAKE") and k != "ARGS"}
-
-
 def make(*words: str, cwd: Path = ROOT) -> str:
     """The output of make; in this repository it regards the packages as installed."""
     command = ["make", *words, *(["-o", ".venv/installed"] if cwd == ROOT else [])]
-    options = {"cwd": cwd, "env": shell_environment(), "capture_output": True, "text": True, "timeout": 600}
+    options = {"cwd": cwd, "env": environment(), "capture_output": True, "text": True, "timeout": 600}
     return ok(subprocess.run(command, **options)).stdout
 
 
@@ -125,7 +120,7 @@ def commands(clone) -> list[list[str]]:
         for kind in ("", "-deepspeed", "-dev", "-eval", "-trackers"):
             (clone / folder / f"installed{kind}").touch()
     (clone / ".venv" / "bin" / "activate").touch()
-    variables = shell_environment() | {"PATH": f"{fakes}:{os.environ['PATH']}", "RECORDS": str(clone / "records")}
+    variables = environment() | {"PATH": f"{fakes}:{os.environ['PATH']}", "RECORDS": str(clone / "records")}
     script = "\n".join([*BLOCKS, *LAUNCHES, *remote()])
     assert {"make train", "make test"} <= {line.split("  ")[0] for line in script.splitlines()}
     subprocess.run(["bash", "-ec", script], cwd=clone, env=variables, stdin=subprocess.DEVNULL, check=True, timeout=300)
@@ -160,7 +155,7 @@ def test_documented_training_commands_pass_a_dry_run(clone, commands):
 def test_the_documented_hugging_face_job_is_valid():
     hf, *words = shlex.split(JOB.replace("hf jobs run", "hf jobs run --dry-run", 1))
     command = [Path(sys.executable).with_name(hf), *words]
-    result = subprocess.run(command, env=shell_environment(), capture_output=True, text=True, check=True, timeout=120)
+    result = subprocess.run(command, env=environment(), capture_output=True, text=True, check=True, timeout=120)
     job = dict(line.split(maxsplit=1) for line in result.stdout.splitlines() if line.startswith("  "))
     assert job["image"] == "python:3.12"  # or an unknown option was taken for it
     assert job["flavor"] in list(JobHardware)
@@ -246,7 +241,7 @@ def test_make_reports_a_failed_training_as_an_error_but_not_ctrl_c(interrupt, tr
     if not has_ps:  # as in a slim container
         (tmp_path / "ps").write_text("#!/bin/sh\nexit 127\n")
         (tmp_path / "ps").chmod(0o755)
-    env = shell_environment() | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    env = environment() | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     heeded = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731  a background job ignores it
     running = make_train(tmp_path, f"touch started\n{training}", env=env, start_new_session=True, preexec_fn=heeded)
     if interrupt:
@@ -261,7 +256,7 @@ def test_kill_of_make_ends_its_launcher_and_nobody_else(tmp_path):
     """Also where Ctrl-C is ignored, as in a script's background job, and make is in the process group of its caller."""
     launcher = "trap 'touch ended; exit' TERM\ntouch started\nwhile :; do sleep 0.1; done"
     ignored = lambda: signal.signal(signal.SIGINT, signal.SIG_IGN)  # noqa: E731
-    running = make_train(tmp_path, launcher, env=shell_environment(), preexec_fn=ignored)
+    running = make_train(tmp_path, launcher, env=environment(), preexec_fn=ignored)
     running.terminate()
     running.communicate(timeout=30)
     assert running.returncode == -signal.SIGTERM
@@ -297,7 +292,7 @@ def test_make_takes_a_run_by_either_name_and_refuses_variables_that_it_would_ign
     mistakes = {("train", "TEXT=my.txt"): ignored, ("train", "HOURS=1"): ignored, ("best", "CONFIG=gpt2"): ignored}
     mistakes |= {("gpu-proof", "OUT=x"): ignored, ("sample", "RUN=a", "MODEL=b"): "RUN and MODEL mean the same"}
     for words, message in mistakes.items():
-        result = subprocess.run(["make", "-n", *words], cwd=ROOT, capture_output=True, text=True, check=False)
+        result = subprocess.run(["make", "-n", *words], cwd=ROOT, env=environment(), capture_output=True, text=True)
         assert message.format(words[0], words[1].partition("=")[0]) in result.stderr
     for target in ("train", "best"):
         assert "--fresh" in make("-n", target, "FRESH=1")
@@ -356,7 +351,7 @@ def test_make_installs_into_an_environment_without_pip(tmp_path, uv):
     if uv:
         (bin_dir / "uv").symlink_to(shutil.which("uv"))
     command = [ROOT / ".ci" / "install", venv_dir, ROOT / "constraints.txt", wheel]
-    variables = shell_environment() | {"PATH": f"{bin_dir}:/usr/bin:/bin"}
+    variables = environment() | {"PATH": f"{bin_dir}:/usr/bin:/bin"}
     subprocess.run(command, env=variables, check=True, timeout=300)
     python = venv_dir / "bin" / "python"
     subprocess.run([python, "-c", "import tiny"], check=True)

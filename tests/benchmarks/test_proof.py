@@ -13,7 +13,7 @@ from benchmarks import proof
 from benchmarks.proof import Step
 from recipe.engine import hardware
 from tests import processes as programs
-from tests.conftest import ROOT, ok, refused
+from tests.conftest import ROOT, environment, ok, refused
 
 SUCCEEDS = "import json, pathlib; pathlib.Path('speed.json').write_text(json.dumps({'ratio': 1.2})); print('well')"
 # Ignores SIGTERM; its child is paused and in a session of its own, like a run of benchmarks/runs.py between turns.
@@ -125,7 +125,7 @@ def test_the_bundle_has_the_text_and_the_peer_of_any_directory(tmp_path):
     text.write_text("A text.")
     (tmp_path / "model.py").write_text("")
     words = ["make", "-C", ROOT, "gpu-bundle", f"BUNDLE={bundle}", f"TEXT={text}", f"NANOGPT={tmp_path}"]
-    printed = subprocess.run(words, check=True, capture_output=True, text=True).stdout
+    printed = ok(subprocess.run(words, env=environment(), capture_output=True, text=True)).stdout
     assert "make gpu-proof NANOGPT=. TEXT=" in printed
     with tarfile.open(bundle) as archive:
         assert {"Makefile", "recipe/train.py", "model.py", "one text.txt"} <= set(archive.getnames())
