@@ -200,6 +200,7 @@ def _needs_fresh(env: dict[str, str]) -> bool:
 
 def _become(argv: tuple[str, ...], env: dict[str, str], cwd: str, output_paths: list[Path]) -> None:
     """In the forked process: does what a new interpreter would do with this command line."""
+    assert "tests.preload" in sys.modules, "the forkserver has imported nothing: it does not say why"
     os.setsid()
     os.environ.clear()
     os.environ.update(env)

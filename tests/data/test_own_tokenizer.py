@@ -170,13 +170,16 @@ def test_transformers_loads_model_and_tokenizer_from_the_checkpoint(trained_run)
 def test_its_padding_token_is_the_models_too(tmp_path):
     """By it, transformers finds the last token of a text that it classifies. Without one, end-of-text pads."""
     trained = train_tokenizer()
-    for pad in (END, "<|pad|>"):
-        PreTrainedTokenizerFast(tokenizer_object=trained, eos_token=END, pad_token=pad).save_pretrained(tmp_path / pad)
-        model = build_model(parse_config(flags(**TINY, tokenizer=tmp_path / pad)))
+    for special, pad in ({}, END), ({"pad_token": "<|pad|>"}, "<|pad|>"):
+        directory = tmp_path / pad
+        PreTrainedTokenizerFast(tokenizer_object=trained, eos_token=END, **special).save_pretrained(directory)
+        model = build_model(parse_config(flags(**TINY, tokenizer=directory)))
         model.save_config(tmp_path)
+        open_tokenizer(str(directory)).save(tmp_path, max_length=64)
         configs = (GPT2Config.from_pretrained(tmp_path), GenerationConfig.from_pretrained(tmp_path))
-        ids = {config.pad_token_id for config in configs}
-        assert ids == {AutoTokenizer.from_pretrained(tmp_path / pad).convert_tokens_to_ids(pad)}
+        tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+        assert tokenizer.pad_token == pad
+        assert {config.pad_token_id for config in configs} == {tokenizer.pad_token_id}
 
 
 def test_published_losses_are_not_shown_beside_those_of_other_tokens(trained_run, tmp_path):
