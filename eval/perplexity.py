@@ -60,8 +60,8 @@ def val_shards(data: str) -> dict[Path, str]:
 def shard_windows(
     data: str, sequence_length: int, vocab_size: int = GPT2_TOKENS, limit: int | None = None
 ) -> tuple[np.ndarray, int, dict[str, str]]:
-    """The first `limit` windows (default: all) of the shards of `val_shards`, (N, T + 1), uint16, the number of all
-    windows, and the first 12 digits of each file's SHA-256. `vocab_size` is that of their tokenizer."""
+    """The first `limit` windows (default: all) of the shards of `val_shards`, (N, T + 1), the number of all windows,
+    and the first 12 digits of each file's SHA-256. `vocab_size` is that of their tokenizer."""
     digests, T = val_shards(data), sequence_length
     windows, available = [], 0
     for path in digests:

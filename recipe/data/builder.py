@@ -15,7 +15,7 @@ from pathlib import Path
 
 from recipe.config import DataConfig
 from recipe.data.producer import Producer
-from recipe.data.shards import DTYPE, HEADER_BYTES, Manifest
+from recipe.data.shards import HEADER_BYTES, Manifest
 from recipe.utils.errors import UserError, is_transient
 from recipe.utils.files import replace_file
 from recipe.utils.log import set_up_logging
@@ -64,7 +64,7 @@ class Builder:
         self.manifest = self.producer.open(commit, saved_manifest)
         self.producer.make_validation()
         val_bytes, used_bytes = (sum(p.stat().st_size for p in self.out.glob(name)) for name in ("val_*.bin", "*.bin"))
-        shard_bytes = HEADER_BYTES + DTYPE.itemsize * self.data.shard_tokens
+        shard_bytes = HEADER_BYTES + self.producer.tokenizer.dtype.itemsize * self.data.shard_tokens
         budget = min(int(self.data.disk_budget_gb * 1e9), used_bytes + shutil.disk_usage(self.out).free * 9 // 10)
         if (min_bytes := val_bytes + 2 * shard_bytes) > budget:
             raise UserError(

@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from recipe.config.catalog import PACKED, TEXT_SUFFIXES, endings, held_out, text_files, text_suffix
-from recipe.data.shards import DTYPE, Manifest
+from recipe.data.shards import Manifest
 from recipe.data.tokenizer import GPT2Tokenizer
 from recipe.utils.errors import UserError, reading
 from recipe.utils.files import sha256_of
@@ -53,7 +53,7 @@ _NOT_TEXT = {
 }
 _JSON_FORMAT = "expected one object per line, or in .json an array of objects"
 
-Content = str | np.ndarray  # of a piece, never empty: text, or token ids, (tokens,), uint16
+Content = str | np.ndarray  # of a piece, never empty: text, or token ids, (tokens,), of the tokenizer's type
 
 
 @dataclass(frozen=True)
@@ -132,12 +132,13 @@ class Column:
             )
         # Strip end-of-texts from both ends: a producer adds one to every document.
         text_indices = np.flatnonzero(ids != self._tokenizer.end_of_text)
-        return (ids[text_indices[0] : text_indices[-1] + 1] if len(text_indices) else text_indices).astype(DTYPE)
+        document = ids[text_indices[0] : text_indices[-1] + 1] if len(text_indices) else text_indices
+        return document.astype(self._tokenizer.dtype)
 
 
 def tokenized(pieces: Iterable[Piece], tokenizer: GPT2Tokenizer) -> Iterator[tuple[Piece, np.ndarray]]:
-    """Yields each piece with its tokens, (tokens,), uint16, in order. Tokenizes a few batches ahead on one thread per
-    core that it may use, since tokenizers release the GIL."""
+    """Yields each piece with its tokens, (tokens,), in order. Tokenizes a few batches ahead on one thread per core that
+    it may use, since tokenizers release the GIL."""
     threads = usable_cores()
 
     def encode(batch: list[Piece]) -> list[tuple[Piece, np.ndarray]]:

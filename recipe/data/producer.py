@@ -17,7 +17,7 @@ from recipe.config import DataConfig
 from recipe.config.catalog import REPO_NAME, text_suffix, unknown_data
 from recipe.data.documents import Column, Piece, TextFiles, tokenized
 from recipe.data.hub_text import HubText
-from recipe.data.shards import DTYPE, MANIFEST, Manifest, ShardWriter, open_shard
+from recipe.data.shards import MANIFEST, Manifest, ShardWriter, open_shard
 from recipe.data.tokenizer import open_tokenizer
 from recipe.utils.errors import UserError
 from recipe.utils.units import some
@@ -104,6 +104,7 @@ class Producer:
                 tokenizer=self.tokenizer.digest,
                 vocab_size=self.tokenizer.vocab_size,
                 end_of_text=self.tokenizer.end_of_text,
+                dtype=self.tokenizer.dtype.name,
             )
         self.manifest, self._spread = manifest, manifest.options.get("validation") == SPREAD
         self.source.pin(manifest)
@@ -184,7 +185,7 @@ class Producer:
             self._seek(split, number)
         self._next = None  # until this shard is finished
         size, position = self.tokens_of(split, number), START
-        with ShardWriter(self.out / f"{split}.part") as shard:
+        with ShardWriter(self.out / f"{split}.part", self.tokenizer.dtype) as shard:
             while shard.tokens < size and (run := self._leftover or next(self._runs, None)):
                 position, tokens = run
                 chunk = tokens[: size - shard.tokens]
@@ -236,7 +237,7 @@ class Producer:
         for split, remaining in (("val", tokens[-val_count:]), ("train", tokens[:-val_count])):
             while len(remaining):
                 number = len(self.manifest.of(split))
-                with ShardWriter(self.out / f"{split}.part") as shard:
+                with ShardWriter(self.out / f"{split}.part", self.tokenizer.dtype) as shard:
                     shard.append(remaining[: self.tokens_of(split, number)])
                     self._commit(shard, split, number, START)
                 remaining = remaining[shard.tokens :]
@@ -278,7 +279,7 @@ class Producer:
         is_filtered = split == "train" and (self.val_documents or self._spread)
         digests, max_bytes = self._held_out() if is_filtered else (set(), 0)
         pieces = tokenized(self._pieces_from(split, position), self.tokenizer)
-        end_of_text = np.array([self.tokenizer.end_of_text], DTYPE)
+        end_of_text = np.array([self.tokenizer.end_of_text], self.tokenizer.dtype)
         for number, group in groupby(pieces, key=lambda piece: piece[0].document):
             first_piece, tokens = next(document := iter(group))
             head = [(first_piece, np.concatenate([end_of_text, tokens]))]
@@ -290,7 +291,7 @@ class Producer:
 
     def _held_out(self) -> tuple[set[bytes], int]:
         """The digests of the held-out documents, which may not fit into memory themselves, and the longest's bytes."""
-        digests, max_bytes, rest = set(), 0, np.empty(0, DTYPE)
+        digests, max_bytes, rest = set(), 0, np.empty(0, self.tokenizer.dtype)
         for shard in self.manifest.shards_in(self.out, "val"):
             tokens = np.concatenate([rest, open_shard(shard).read()])
             *documents, rest = np.split(tokens, np.flatnonzero(tokens == self.tokenizer.end_of_text))

@@ -1,8 +1,9 @@
 """Token shards: llm.c's .bin files, and the manifest that `recipe.data.prepare` keeps beside them.
 
-A shard is a header of 256 little-endian int32 (magic 20240520, version 1, number of tokens, zeros) and then the tokens
-as little-endian uint16: karpathy/llm.c, dev/data/data_common.py. Each project reads the other's files.
-nanoGPT's train.bin and val.bin, the tokens without a header, and build-nanogpt's uint16 arrays (.npy) are read too.
+A shard is a header of 256 little-endian int32 (magic number, version, number of tokens, zeros) and then the tokens as
+little-endian uint16, or uint32 for more than 65,536: karpathy/llm.c, dev/data/data_common.py. Each project reads the
+other's files.
+nanoGPT's train.bin and val.bin, the tokens without a header, and arrays like build-nanogpt's (.npy) are read too.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from recipe.data.tokenizer import END_OF_TEXT, GPT2, VOCAB_SIZE, GPT2Tokenizer
 from recipe.utils.errors import UserError, reading, writing
 from recipe.utils.files import fsync, replace_file, sha256_of
 from recipe.utils.schema import COUNT, SHA256, check
-from recipe.utils.shards import DTYPE, HEADER_BYTES, MAGIC, SUFFIXES, VERSION, ShardReader, shards_in
+from recipe.utils.shards import FORMATS, HEADER_BYTES, SUFFIXES, UINT16, ShardReader, shards_in
 from recipe.utils.units import si
 
 logger = logging.getLogger(__name__)
@@ -51,7 +52,7 @@ def open_shard(shard: Shard, stop: threading.Event | None = None) -> ShardReader
     """Opens a shard and verifies its SHA-256 if it is known: about 0.2 s for 100M tokens. Raises UserError, also if
     `stop` is set meanwhile."""
     reader = ShardReader(shard.path, shard.vocab_size)
-    if (size := DTYPE.itemsize * len(reader)) > 2e9:  # OpenWebText's train.bin takes half a minute, or minutes
+    if (size := reader.dtype.itemsize * len(reader)) > 2e9:  # OpenWebText's train.bin takes half a minute, or minutes
         logger.info("data       verifying %s, %sB", shard.path, si(size))
     reader.sha256 = sha256_of(shard.path, stop)
     if shard.sha256 not in (None, reader.sha256):
@@ -63,10 +64,11 @@ def open_shard(shard: Shard, stop: threading.Event | None = None) -> ShardReader
 
 
 class ShardWriter:
-    """A shard that is being written to the file `part`, which `commit` renames; without a commit it is deleted."""
+    """A shard that is being written to the file `part`, which `commit` renames; without a commit it is deleted. `dtype`
+    is that of its tokens."""
 
-    def __init__(self, part: Path):
-        self.part, self.tokens = part, 0
+    def __init__(self, part: Path, dtype: np.dtype = UINT16):
+        self.part, self.dtype, self.tokens = part, dtype, 0
 
     def __enter__(self) -> ShardWriter:
         self.part.unlink(missing_ok=True)
@@ -77,13 +79,13 @@ class ShardWriter:
     def append(self, tokens: np.ndarray) -> None:
         """Appends tokens, (n,)."""
         with writing(self.part, _RETRY_HINT):
-            self._file.write(np.ascontiguousarray(tokens, DTYPE).data)
+            self._file.write(np.ascontiguousarray(tokens, self.dtype).data)
         self.tokens += len(tokens)
 
     def commit(self, path: Path) -> str:
         """Writes the header, flushes the file to the disk and renames it to `path`; returns its SHA-256."""
         header = np.zeros(256, "<i4")
-        header[:3] = MAGIC, VERSION, self.tokens
+        header[:3] = *FORMATS[self.dtype], self.tokens
         with writing(self.part, _RETRY_HINT):
             self._file.seek(0)
             self._file.write(header.tobytes())

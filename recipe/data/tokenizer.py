@@ -22,13 +22,13 @@ from tokenizers import Tokenizer
 
 from recipe.utils.download import local_copy
 from recipe.utils.errors import UserError, first_line, writing
+from recipe.utils.shards import dtype_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
     from transformers.models.gpt2 import tokenization_gpt2
 
 GPT2 = "gpt2"
-MAX_VOCAB_SIZE = 1 << 16  # largest vocabulary whose ids fit into uint16
 END_OF_TEXT = 50256
 VOCAB_SIZE = 50257
 
@@ -102,8 +102,13 @@ class GPT2Tokenizer:
     def _tokenizer(self) -> PreTrainedTokenizerFast:
         return hf_tokenizer()
 
+    @property
+    def dtype(self) -> np.dtype:
+        """The type of its tokens: uint16, or uint32 if there are more than 65,536."""
+        return dtype_of(self.vocab_size)
+
     def encode(self, texts: list[str]) -> list[np.ndarray]:
-        """The tokens of each text, (tokens,), uint16. What looks like end-of-text is ordinary text."""
+        """The tokens of each text, (tokens,), of `dtype`. What looks like end-of-text is ordinary text."""
         return [encode(text) for text in texts]
 
     def decode(self, ids: list[int]) -> bytes:
@@ -145,7 +150,7 @@ class CustomTokenizer(GPT2Tokenizer):
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         """Like GPT2Tokenizer's, but special tokens other than end-of-text are those tokens."""
         encodings = self._bpe.encode_batch_fast(texts, add_special_tokens=False)
-        return [np.array(result.ids, np.uint16) for result in encodings]
+        return [np.array(result.ids, self.dtype) for result in encodings]
 
     def decode(self, ids: list[int]) -> bytes:
         """Like GPT2Tokenizer's; incomplete characters become U+FFFD."""
@@ -213,11 +218,6 @@ def _load(name: str) -> PreTrainedTokenizerFast:
         ) from None
     if not isinstance(tokenizer, PreTrainedTokenizerFast) or not _is_byte_level(tokenizer):
         raise UserError(f"tokenizer {name} is not a byte-level BPE, the only kind supported; choose one like GPT-2's")
-    if (size := max(tokenizer.get_vocab().values()) + 1) > MAX_VOCAB_SIZE:
-        raise UserError(
-            f"tokenizer {name} has {size:,} tokens; shards store uint16, so at most {MAX_VOCAB_SIZE:,}; use a "
-            "smaller one"
-        )
     if tokenizer.eos_token_id is None:
         raise UserError(
             f"tokenizer {name} has no eos_token, which precedes each document; set one with "

@@ -10,11 +10,16 @@ import numpy as np
 from recipe.utils.errors import UserError, reading
 
 SUFFIXES = (".bin", ".npy")
-MAGIC = 20240520
-VERSION = 1
+UINT16, UINT32 = np.dtype("<u2"), np.dtype("<u4")
+# How a shard of each type of token begins, magic number and version: llm.c's for GPT-2's tokens, and for Llama 3's.
+FORMATS = {UINT16: (20240520, 1), UINT32: (20240801, 7)}
 HEADER_BYTES = 256 * 4
-DTYPE = np.dtype("<u2")
 GPT2_TOKENS = 50257
+
+
+def dtype_of(vocab_size: int) -> np.dtype:
+    """The type of the tokens in shards of a vocabulary of this size."""
+    return UINT16 if vocab_size <= 1 << 16 else UINT32
 
 
 class ShardReader:
@@ -22,6 +27,7 @@ class ShardReader:
     ends the process. Raises UserError for a file that is not a shard of a known format; nanoGPT's is recognized by its
     tokens, which are below `vocab_size`, or GPT-2's if that is larger."""
 
+    dtype = UINT16  # of the tokens
     sha256: str  # of the file, if `open_shard` has opened it
 
     def __init__(self, path: Path, vocab_size: int = GPT2_TOKENS):
@@ -33,29 +39,32 @@ class ShardReader:
         if header.startswith(np.lib.format.MAGIC_PREFIX):
             with reading(path, "copy it again, or prepare the text"):
                 array = np.load(path, mmap_mode="r")  # which refuses pickles
-            if (array.ndim, array.dtype) != (1, DTYPE):
+            if array.ndim != 1 or array.dtype not in FORMATS:
                 problem = f"an array of {array.dtype} with {array.ndim} dimensions"
-                raise UserError(f"{path}: {problem}; a .npy shard must have one dimension, of uint16")
-            self._begin, self._count = array.offset, len(array)
+                raise UserError(f"{path}: {problem}; a .npy shard must have one dimension, of uint16 or uint32")
+            self.dtype, self._begin, self._count = array.dtype, array.offset, len(array)
             return
         if _is_headerless(header, max(vocab_size, GPT2_TOKENS)):
-            if size % DTYPE.itemsize:
+            if size % UINT16.itemsize:
                 raise UserError(f"{path}: {size:,} bytes for tokens of two each: the file was cut short; copy it again")
-            self._begin, self._count = 0, size // DTYPE.itemsize
+            self._begin, self._count = 0, size // UINT16.itemsize
             return
         magic, version, count = np.frombuffer(header.ljust(HEADER_BYTES, b"\0"), "<i4")[:3].tolist()
-        if magic == MAGIC and version != VERSION:
-            raise UserError(f"{path}: a shard of llm.c's version {version}; only {VERSION} is read: prepare it again")
-        if magic != MAGIC:
+        magics = {number: (dtype, known) for dtype, (number, known) in FORMATS.items()}
+        if magic not in magics:
             raise UserError(
-                f"{path}: not a shard of llm.c (it begins with {magic} and not {MAGIC}) or nanoGPT; perhaps of another "
-                "tokenizer, type (uint16 is read) or byte order. Prepare the text: python -m recipe.data.prepare "
-                "--dataset_name TEXT"
+                f"{path}: not a shard of llm.c (it begins with {magic} and not {' or '.join(map(str, magics))}) or "
+                "nanoGPT; perhaps of another tokenizer, type (without a header uint16 is read) or byte order. Prepare "
+                "the text: python -m recipe.data.prepare --dataset_name TEXT"
             )
-        if size != HEADER_BYTES + count * DTYPE.itemsize:
+        self.dtype, known = magics[magic]
+        if version != known:
+            raise UserError(f"{path}: a shard of llm.c's version {version}; only {known} is read: prepare it again")
+        if size != HEADER_BYTES + count * self.dtype.itemsize:
             raise UserError(
-                f"{path}: the header gives {count} tokens ({count * DTYPE.itemsize} bytes), but {size - HEADER_BYTES} "
-                "bytes follow: the file was cut short, or its tokens are not uint16; download or prepare it again"
+                f"{path}: the header gives {count} tokens ({count * self.dtype.itemsize} bytes), but "
+                f"{size - HEADER_BYTES} bytes follow: the file was cut short, or its tokens are not {self.dtype}; "
+                "download or prepare it again"
             )
         self._begin, self._count = HEADER_BYTES, count
 
@@ -63,17 +72,17 @@ class ShardReader:
         return self._count
 
     def runs(self, starts: np.ndarray, length: int) -> np.ndarray:
-        """The `length` tokens from each of `starts`, (N,) -> (N, length), uint16. Raises UserError if the file was cut
-        short."""
-        size, offsets = DTYPE.itemsize * length, self._begin + DTYPE.itemsize * starts
+        """The `length` tokens from each of `starts`, (N,) -> (N, length), of `dtype`. Raises UserError if the file was
+        cut short."""
+        size, offsets = self.dtype.itemsize * length, self._begin + self.dtype.itemsize * starts
         tokens = b"".join([os.pread(self._file, size, offset) for offset in offsets.tolist()])
         if len(tokens) != size * len(starts):
             raise UserError(f"{self.path} was cut short while it was read; download or prepare it again")
-        return np.frombuffer(tokens, DTYPE).reshape(len(starts), length)
+        return np.frombuffer(tokens, self.dtype).reshape(len(starts), length)
 
     def read(self, count: int = -1) -> np.ndarray:
-        """The first `count` tokens, or all if there are fewer, (tokens,), uint16."""
-        return np.fromfile(self.path, DTYPE, count, offset=self._begin)
+        """The first `count` tokens, or all if there are fewer, (tokens,), of `dtype`."""
+        return np.fromfile(self.path, self.dtype, count, offset=self._begin)
 
 
 def shards_in(directory: Path, pattern: str = "*") -> list[Path]:
@@ -84,6 +93,6 @@ def shards_in(directory: Path, pattern: str = "*") -> list[Path]:
 
 def _is_headerless(header: bytes, vocab_size: int) -> bool:
     """Whether a file that starts with `header` holds only uint16 tokens below `vocab_size`, as nanoGPT writes them."""
-    words = np.frombuffer(header, DTYPE)
+    words = np.frombuffer(header, UINT16)
     # Most of a header is zeros, as is every second word of 4-byte tokens; in text, token 0 ("!") is rare.
     return bool(words.max() < vocab_size and (words == 0).mean() < 0.4)

@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 from recipe.config import DataConfig
 from recipe.data.shards import ShardReader, ShardWriter, find_shards
 from recipe.data.tokenizer import END_OF_TEXT, encode, encoding
+from recipe.utils.shards import UINT16
 from tests.conftest import SHAKESPEARE
 
 TEXT = SHAKESPEARE.read_text()
@@ -36,10 +37,10 @@ def write_tokens(path, texts=DOCUMENTS, **options):
     return path
 
 
-def write_shard(path, tokens) -> str:
+def write_shard(path, tokens, dtype=UINT16) -> str:
     """A shard of `tokens`; returns its file's SHA-256."""
-    with ShardWriter(path.with_name(f"{path.name}.part")) as shard:
-        shard.append(np.asarray(tokens, np.uint16))
+    with ShardWriter(path.with_name(f"{path.name}.part"), dtype) as shard:
+        shard.append(np.asarray(tokens, dtype))
         return shard.commit(path)
 
 

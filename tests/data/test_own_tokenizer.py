@@ -260,12 +260,41 @@ def test_a_run_or_shards_of_another_tokenizer_are_refused(trained_run, tmp_path)
     assert "holds shards of another text or with other settings: tokenizer was" in message
 
 
+def large_tokenizer(vocab_size: int) -> Tokenizer:
+    """Bytes, words that no merge makes, and at the end END."""
+    tokens = [*pre_tokenizers.ByteLevel.alphabet(), *(f"word{i}" for i in range(vocab_size - 257)), END]
+    tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=[]))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    return tokenizer
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_vocabulary_that_uint16_cannot_hold_trains_like_any_other(tmp_path, streaming):
+    """As that of Llama 3 or Qwen: prepared, streamed, as ids in a column, validated, loaded by transformers."""
+    name, n = save(large_tokenizer(70_000), tmp_path / "large"), 70_000
+    encoded = open_tokenizer(name).encode([TEXT[i * 900 : (i + 1) * 900] for i in range(10)])
+    rows = [[n - 2, *ids.tolist()] for ids in encoded]
+    (tmp_path / "ids.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    held_out = {"val_documents": 1, "streaming": True} if streaming else {"val_fraction": 0.1}
+    fields = {"tokenizer": name, "max_steps": 2, "warmup_steps": 0, "shard_tokens": 2000} | held_out
+    ok(run_train(*tiny_flags(tmp_path / "ids.jsonl", tmp_path / "run", **fields), cwd=tmp_path))
+    lines, checkpoint = by_step(tmp_path / "run"), tmp_path / "run" / "step_00000002"
+    assert math.isclose(lines[1]["loss"], math.log(n), rel_tol=0.02)
+    (shards,) = (tmp_path / "data").glob("ids*")
+    assert json.loads((shards / "manifest.json").read_text())["dtype"] == "uint32"
+    train, validation = (tokens_in(shards, split) for split in ("train", "val"))
+    documents = [token for row in rows for token in (n - 1, *row)]
+    assert (validation + train if streaming else train + validation)[: len(documents)] == documents
+    ok(processes.run("-m", "eval.perplexity", checkpoint, cwd=tmp_path))
+    scored = json.loads((checkpoint / "results.json").read_text())["perplexity"]["loss"]
+    assert math.isclose(scored, lines[2]["val_loss"], rel_tol=1e-5)
+    assert AutoModelForCausalLM.from_pretrained(checkpoint).config.vocab_size == n
+
+
 def test_nanogpts_files_of_a_vocabulary_larger_than_gpt2s_are_read(tmp_path):
     """Tokens alone, with no header that names a format; a run trains on them, and eval/perplexity.py reads them."""
-    tokens = [*pre_tokenizers.ByteLevel.alphabet(), *(f"word{i}" for i in range(59_743)), END]
-    large = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=[]))
-    large.pre_tokenizer, large.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    tokenizer, ids = save(large, tmp_path / "large"), np.random.default_rng(0).integers(50_257, 60_000, (2, 1000))
+    tokenizer, rng = save(large_tokenizer(60_000), tmp_path / "large"), np.random.default_rng(0)
+    ids = rng.integers(50_257, 60_000, (2, 1000))
     for split, row in zip(("train", "val"), ids, strict=True):
         row.astype(np.uint16).tofile(tmp_path / f"{split}.bin")
     command = run_flags(tmp_path, tokenizer=tokenizer, dataset_name=tmp_path, max_steps=1, warmup_steps=0)
@@ -308,8 +337,6 @@ def test_weights_of_another_vocabulary_are_refused(trained_run, tmp_path):
 
 
 def test_tokenizers_that_cannot_make_shards_are_refused(tmp_path):
-    tokens = [*pre_tokenizers.ByteLevel.alphabet(), *(f"word{i}" for i in range(65_500)), END]
-    large = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=[]))
     characters = Tokenizer(models.BPE(vocab={"a": 0, END: 1}, merges=[]))
     words, broken, random = train_tokenizer(), train_tokenizer(), train_tokenizer()
     words.pre_tokenizer = pre_tokenizers.Whitespace()  # loses blanks, and bytes beyond ASCII
@@ -318,7 +345,6 @@ def test_tokenizers_that_cannot_make_shards_are_refused(tmp_path):
     (tmp_path / "empty").mkdir()
     cases = {
         save(train_tokenizer(), tmp_path / "no_end", eos_token=None): "has no eos_token, which precedes each document",
-        save(large, tmp_path / "large"): "has 65,757 tokens; shards store uint16, so at most 65,536",
         save(characters, tmp_path / "characters"): "is not a byte-level BPE, the only kind supported",
         save(words, tmp_path / "words"): "loses text: of .*; give it ByteLevel as its last pre_tokenizer",
         save(broken, tmp_path / "broken"): "loses text: of ",

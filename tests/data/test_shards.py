@@ -9,6 +9,7 @@ import pytest
 
 from recipe.data.shards import Manifest, ShardReader, find_shards
 from recipe.utils.errors import UserError
+from recipe.utils.shards import UINT32
 from tests.data import write_shard
 
 
@@ -25,17 +26,27 @@ def test_a_shard_has_the_bytes_of_llm_c(tmp_path):
     assert os.listdir(tmp_path) == ["a.bin"]
 
 
+def test_a_shard_of_a_larger_vocabulary_has_the_bytes_of_llm_c_for_llama_3(tmp_path):
+    path, tokens = tmp_path / "a.bin", [1, 128_000, 258, 7]
+    write_shard(path, tokens, UINT32)
+    assert path.read_bytes() == header(20240801, 7, 4) + np.array(tokens, "<i4").tobytes()
+    assert ShardReader(path).read(3).tolist() == tokens[:3]
+    assert ShardReader(path).runs(np.array([0, 2]), 2).tolist() == [tokens[:2], tokens[2:]]
+    np.save(tmp_path / "a.npy", np.array(tokens * 99, np.uint32))
+    assert ShardReader(tmp_path / "a.npy").runs(np.array([5]), 3).tolist() == [[128_000, 258, 7]]
+
+
 GOOD = np.arange(1, 1000, dtype="<u2")
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (header(4711, 1, 999) + GOOD.tobytes(), "begins with 4711 and not 20240520.*another tokenizer"),
-        (header(20240801, 7, 999) + bytes(999 * 4), "begins with 20240801 and not"),  # llm.c's Llama 3 shards
+        (header(4711, 1, 999) + GOOD.tobytes(), "begins with 4711 and not 20240520 or 20240801.*another tokenizer"),
+        (header(20240801, 7, 999) + GOOD.tobytes(), r"999 tokens \(3996 bytes\), but 1998 .* not uint32"),
         (header(20240520, 2, 999) + GOOD.tobytes(), "llm.c's version 2; only 1 is read"),
         (b"short", "5 bytes are too few for a shard"),
-        (GOOD.astype("<i4").tobytes(), r"type \(uint16 is read\) or byte order"),
+        (GOOD.astype("<i4").tobytes(), r"type \(without a header uint16 is read\) or byte order"),
         (GOOD.astype(">u2").tobytes(), "byte order"),
         (header(20240520, 1, 999, order=">") + GOOD.tobytes(), "byte order"),
         (header(20240520, 1, 0), "1,024 bytes are too few for a shard"),
