@@ -30,15 +30,15 @@ WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json", "model-*-of
 # Causal masks that old checkpoints carry as buffers. The leading dot matters: without it c_attn.bias matches too.
 _OLD_BUFFERS = re.compile(r"\.attn\.(bias|masked_bias)$")
 
-# Fields of GPT2Config for which this module supports only one value.
-_REQUIRED = {
-    "activation_function": "gelu_new",
-    "scale_attn_weights": True,
-    "scale_attn_by_inverse_layer_idx": False,
-    "reorder_and_upcast_attn": False,
-    "add_cross_attention": False,
-    "tie_word_embeddings": True,
-    "layer_norm_epsilon": 1e-5,
+# Fields of GPT2Config for which this module supports only one function.
+_SUPPORTED = {
+    "activation_function": ("gelu_new", "gelu_pytorch_tanh"),  # transformers' two names for it
+    "scale_attn_weights": (True,),
+    "scale_attn_by_inverse_layer_idx": (False,),
+    "reorder_and_upcast_attn": (False,),
+    "add_cross_attention": (False,),
+    "tie_word_embeddings": (True,),
+    "layer_norm_epsilon": (1e-5,),
 }
 
 
@@ -267,9 +267,9 @@ class GPT2LMHeadModel(nn.Module):
 
 def check_supported(config: GPT2Config, origin: str = "model config") -> None:
     """Raises UserError, naming `origin`, for a variant of GPT-2 that this module does not compute."""
-    for name, required in _REQUIRED.items():
-        if (value := getattr(config, name)) != required:
-            raise UserError(f"{origin}: {name} is {value!r}; only {required!r} is supported here")
+    for name, supported in _SUPPORTED.items():
+        if (value := getattr(config, name)) not in supported:
+            raise UserError(f"{origin}: {name} is {value!r}; only {supported[0]!r} is supported here")
 
 
 def read_config(directory: str) -> GPT2Config:
