@@ -13,7 +13,7 @@ from recipe.utils.errors import UserError
 from recipe.utils.shards import SUFFIXES, shards_in
 from recipe.utils.units import plural
 
-TEXT_SUFFIXES = (".txt", ".md", ".jsonl", ".json", ".parquet", ".csv", ".tsv")
+TEXT_SUFFIXES = (".txt", ".md", ".jsonl", ".json", ".parquet", ".arrow", ".csv", ".tsv")
 _JSON_LINES = {".ndjson", ".jsonlines"}  # other suffixes of .jsonl files
 PACKED = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}  # {suffix of a compressed text file: pyarrow's name for it}
 REPO_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)  # ORG/NAME on the Hub
@@ -22,7 +22,8 @@ MADE_HERE = ".preparing.lock"  # in a directory in which shards are made; their 
 _SPLIT = r"(?:^|[-._ /\d])(?:{})(?:$|[-._ /\d])"
 _TRAIN = re.compile(_SPLIT.format("train|training"), re.IGNORECASE)
 _HELD_OUT = re.compile(_SPLIT.format("val|valid|validation|dev|test|testing|eval|evaluation"), re.IGNORECASE)
-_HUB_METADATA = {"dataset_infos.json", "dataset_info.json"}  # a data set's description, beside its README.md
+# A data set's description, beside its README.md
+_HUB_METADATA = {"dataset_infos.json", "dataset_info.json", "dataset_dict.json"}
 DATA_NAMES = f"text or .bin files, a directory or a quoted glob, ORG/NAME on the Hub, or one of {', '.join(DATASETS)}"
 # The fields that decide the content of the shards of a text.
 SHARD_FIELDS = (
@@ -94,7 +95,7 @@ def text_files(name: str) -> tuple[list[Path], list[Path]]:
     """The text files of a path, sorted, and the paths that are not read: links to a file that is read anyway, and below
     a directory files with other suffixes, links to directories, and runs. A file that is named, or matched by a glob,
     is text, unless it holds tokens. Hidden files, the data set's description, and directories of shards are in neither
-    list. Raises UserError for a directory that cannot be read, or that Datasets' save_to_disk wrote."""
+    list. Raises UserError for a directory that cannot be read."""
     directory = Path(name)
     if not directory.is_dir():  # tests for a file first: its name may contain a bracket
         if directory.parent.is_dir():  # whose name may contain a bracket, too
@@ -110,10 +111,8 @@ def text_files(name: str) -> tuple[list[Path], list[Path]]:
         if MADE_HERE in names:  # shards made here, such as data/NAME in data/
             directories.clear()
             continue
-        if {"state.json", "dataset_info.json"} <= {*names}:
-            way_out = "convert it with Datasets, load_from_disk(DIRECTORY).to_parquet('FILE.parquet'), or name other "
-            way_out += "text by a quoted glob"
-            raise UserError(f"{parent}: written by save_to_disk, whose files only Datasets reads; {way_out}")
+        if {"state.json", "dataset_info.json"} <= {*names}:  # by Datasets' save_to_disk; map() caches results beside it
+            names = [name for name in names if name.endswith(".arrow") and not name.startswith("cache-")]
         if "metrics.jsonl" in names:  # probably a run
             directories.clear()
             runs.append(Path(parent))

@@ -255,8 +255,14 @@ class TextFiles:
                 for batch in file.iter_batches(_batch_rows(file, self.column.name), columns=columns, use_threads=False):
                     rows += len(batch)
                     self.position = start + path.stat().st_size * rows // file.metadata.num_rows
-                    for i in range(len(batch)):  # one by one: a document may have 100 MB
-                        yield from self.column.pieces(*batch.slice(i, 1).to_pylist(), str(path), separated=True)
+                    yield from self._rows_in(batch, path)
+            return
+        if suffix == ".arrow":  # of Datasets' save_to_disk
+            with pa.OSFile(str(path)) as file, pa.ipc.open_stream(file) as batches:
+                self.column.check_is_in(batches.schema.names, str(path))
+                for batch in batches:
+                    self.position = start + file.tell()
+                    yield from self._rows_in(batch.select([self.column.name]), path)
             return
         with path.open("rb") as packed_file:
             raw = io.BufferedReader(pa.input_stream(packed_file, PACKED.get(path.suffix.lower())), 1 << 20)
@@ -284,6 +290,10 @@ class TextFiles:
                 yield from self.column.pieces(row, f"{path}, {location}", separated=True)
             if n_without:
                 logger.warning("data       %s: %s of %s rows have no %r", path, n_without, number, self.column.name)
+
+    def _rows_in(self, batch: pa.RecordBatch, path: Path) -> Iterator[tuple[int, Content]]:
+        for i in range(len(batch)):  # one by one: a document may have 100 MB
+            yield from self.column.pieces(*batch.slice(i, 1).to_pylist(), str(path), separated=True)
 
     def _chunks(self, file: io.TextIOWrapper, packed_file: BinaryIO, start: int) -> Iterator[str]:
         chunk = file.read(MAX_PIECE)
@@ -345,7 +355,7 @@ def _rows_of(file: io.TextIOWrapper, column: Column, path: Path) -> Iterator[tup
 
 def _not_utf8(path: Path, error: UnicodeDecodeError) -> Exception:
     """The error for a byte that is not UTF-8, with its line; `error` itself, if the file is not one of lines."""
-    if text_suffix(path) == ".parquet":
+    if text_suffix(path) in (".parquet", ".arrow"):
         return error
     line = 1
     with pa.input_stream(str(path), PACKED.get(path.suffix.lower())) as file:

@@ -7,6 +7,7 @@ import re
 import shlex
 from pathlib import Path
 
+import datasets
 import numpy as np
 import pytest
 
@@ -16,6 +17,7 @@ from recipe.config.catalog import is_text, text_files
 from recipe.data.documents import Column, TextFiles
 from recipe.data.open import open_datasets
 from recipe.data.prepare import must_prepare, prepare
+from recipe.data.producer import open_text
 from recipe.data.shards import Manifest
 from recipe.data.tokenizer import encode, open_tokenizer, train_tokenizer
 from recipe.utils.errors import UserError
@@ -406,16 +408,13 @@ def test_splits_beside_a_training_split_are_a_warning(tmp_path, caplog, names, w
         caplog.clear()
 
 
-@pytest.mark.parametrize("split", ["", "train"])
-def test_what_save_to_disk_wrote_is_refused_with_the_way_out(tmp_path, split):
-    datasets = pytest.importorskip("datasets")
-    dataset = datasets.Dataset.from_dict({"text": [TEXT]})
-    saved = datasets.DatasetDict({split: dataset}) if split else dataset
-    saved.save_to_disk(str(tmp_path / "saved"))
-    with pytest.raises(
-        UserError, match=r"saved.*: written by save_to_disk, .*, load_from_disk\(DIRECTORY\)\.to_parquet"
-    ):
-        parse_config([f"--dataset_name={tmp_path / 'saved'}"])
+def test_all_splits_that_save_to_disk_wrote_are_read_with_a_warning(tmp_path, caplog):
+    splits = {name: datasets.Dataset.from_dict({"text": [name]}) for name in ("test", "train")}
+    datasets.DatasetDict(splits).save_to_disk(str(tmp_path / "saved"))
+    text = open_text(parse_config([f"--dataset_name={tmp_path / 'saved'}"]).data)
+    assert [piece.content for piece in text.pieces()] == ["test", "train"]
+    text.pin(Manifest({}, {}))
+    assert [m.partition(",")[0] for m in caplog.messages] == ["data       test/data-00000-of-00001.arrow"]
 
 
 def test_a_subdirectory_that_cannot_be_read_is_an_error(tmp_path, monkeypatch):

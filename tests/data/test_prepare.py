@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from unittest import mock
 
+import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -74,7 +75,7 @@ def archive(name: str, text: str) -> bytes:
     "kind",
     [
         *("ndjson", "jsonl.gz", "json.bz2", "JSONL.ZST", "array.json", "csv", "semicolons.csv", "tabs.csv", "TSV.gz"),
-        *("parquet", "directory", "glob"),
+        *("parquet", "saved", "directory", "glob"),
     ],
 )
 def test_every_format_gives_the_same_bytes(reference, tmp_path, kind, capsys):
@@ -84,6 +85,12 @@ def test_every_format_gives_the_same_bytes(reference, tmp_path, kind, capsys):
     opener = OPENERS.get(kind.split(".")[-1].lower(), open)
     if kind == "parquet":
         pq.write_table(pa.table({"id": range(300), "text": [d or None for d in DOCUMENTS]}), text, row_group_size=50)
+    elif kind == "saved":
+        rows = {"id": [*range(300)], "text": [d or None for d in DOCUMENTS]}
+        datasets.Dataset.from_dict(rows).save_to_disk(text, num_shards=3)
+        saved = datasets.load_from_disk(str(text))
+        saved.map(lambda row: {"text": "another"})  # which leaves its result beside the data
+        assert list(text.glob("cache-*.arrow"))
     elif kind in ("directory", "glob"):
         (tmp_path / "d" / "sub").mkdir(parents=True)
         (tmp_path / "d" / "sub" / "circle").symlink_to("..")
@@ -417,6 +424,7 @@ def zipped(data: bytes) -> bytes:
         ("d.jsonl", b'{"text": [{"role": "user"}]}\n', r"'text' holds list, .* \(docs/data\.md converts chats"),
         ("d.jsonl.gz", zipped(b'{"text": "a"}\n' * 9000)[:-20], " cannot be read .*complete"),
         ("d.parquet", b"nonsense", " cannot be read"),
+        ("d.arrow", b"nonsense", " cannot be read"),
         ("d.json", b'[{"text": "a"}, 5]', r", item 2: a JSON int; expected one object per line, or in \.json"),
         ("d.csv", b'id,text\n1,"a', ", line 2: unexpected end of data; is a quote not closed"),
         ("d.csv", b"id,text\n1,a,\n2,b,c\n", ", line 3: fields unlike the header; quote texts .* ','"),
