@@ -19,7 +19,6 @@ import shutil
 import signal
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -67,6 +66,7 @@ SPEED_STEPS, SPEED_RUNS = 20, 3  # steps that measure a speed, and speeds before
 MIN_TIMED_COMPILED_S = 900  # seconds of a compiled run from which sizes are compiled before they are timed
 TRIAL_SHARES, MAX_TRIAL_S = (0.02, 0.12), 300  # of the time, so far apart that they show how the text is learned
 EARLY_END = 0.8  # of the time: a run that has taken all useful epochs by then stops there; others fill the time
+TRIAL = ".trial"  # in the run's directory: that of the trials, one after the other
 MIN_TIME_S, MIN_LEFT_S = 90, 5  # of the time given, and of what the search leaves of it
 # Fields that best.py chooses, and fields on which its other choices depend, so they cannot be changed.
 CHOSEN = {"n_layer", "n_head", "n_embd", "n_positions", "sequence_length", "total_batch_tokens", "init_from"}
@@ -189,7 +189,8 @@ def write_recipe(request: argparse.Namespace, flags: list[str], config: Config, 
             if processes.is_main:
                 lock.enter_context(run_directory(path.parent))
         forecaster, seconds = read_text(request, config, strategy)
-        fields, best = search(request, flags, config, forecaster, seconds)
+        search_flags = [*flags, f"--output_dir={path.parent / TRIAL}"]
+        fields, best = search(request, search_flags, config, forecaster, seconds)
         # The recipe's place names the run, so that a copy is another one, unless another name was given.
         if any(flag.startswith("--run_name") for flag in flags) and config.run.run_name != path.parent.name:
             fields["run_name"] = config.run.run_name, "as given"
@@ -348,19 +349,20 @@ def measure_loss(forecaster: Forecaster, forecast: Forecast, seconds: float, fla
 
 
 def train_and_delete(strategy: Strategy, fields: Fields, flags: list[str]) -> list[dict]:
-    """Trains a recipe by the loop itself, in a temporary directory, and returns the lines of its metrics. A collective
-    call. Raises KeyboardInterrupt if it was stopped."""
+    """Trains a recipe by the loop itself, in the flags' output_dir, which it deletes, and returns the lines of its
+    metrics. A collective call. Raises KeyboardInterrupt if it was stopped."""
     processes = strategy.runtime.processes
     quiet = {"recipe": logging.WARNING, "recipe.engine.shutdown": logging.ERROR}  # it would promise a checkpoint
-    Path("runs").mkdir(exist_ok=True)
-    directory = processes.broadcast_object(tempfile.mkdtemp(prefix=".best-", dir="runs") if processes.is_main else "")
-    own_flags = [f"--{name}={value}" for name, value in (QUIET | {"output_dir": directory}).items()]
-    config = config_of(fields, *flags, *own_flags)
+    config = config_of(fields, *flags, *(f"--{name}={value}" for name, value in QUIET.items()))
+    directory = Path(config.run.output_dir)
+    assert directory.name == TRIAL
     try:
+        if processes.is_main:  # a search that was killed has left its trial there
+            shutil.rmtree(directory, ignore_errors=True)
         for name, level in quiet.items():
             logging.getLogger(name).setLevel(level)
         code = run(config, strategy)
-        lines = processes.broadcast_object(read_metrics(Path(directory) / "metrics.jsonl") if processes.is_main else [])
+        lines = processes.broadcast_object(read_metrics(directory / "metrics.jsonl") if processes.is_main else [])
     finally:
         for name in quiet:
             logging.getLogger(name).setLevel(logging.INFO)
