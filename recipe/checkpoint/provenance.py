@@ -54,8 +54,9 @@ def about(config: Config, strategy: Strategy, step: int, earlier_parts: list[dic
     parts = list(earlier_parts)
     if not parts or {k: v for k, v in parts[-1].items() if k not in ("from_step", "init_from")} != redacted(part):
         if parts and part["code"] != parts[-1].get("code"):
-            commits = f"commit {parts[-1]['commit']}, then {part['commit']}"
-            logger.warning("code       has changed since step %d was saved (%s)", step, commits)
+            commits = [parts[-1]["commit"], part["commit"]]  # None without a clone, as in a container
+            change = f" (commit {commits[0]}, then {commits[1]})" if all(commits) else ""
+            logger.warning("code       has changed since step %d was saved%s", step, change)
         parts.append({"from_step": step} | redacted(part))
     if step == 0 and config.model.init_from:  # a path is private: records only that there was one
         parts[0]["init_from"] = "" if Path(config.model.init_from).exists() else config.model.init_from
