@@ -4,13 +4,11 @@ import json
 import shutil
 from contextlib import nullcontext
 from types import SimpleNamespace
-from unittest.mock import Mock
 
 import pytest
 
 from recipe.checkpoint import provenance
-from recipe.checkpoint.format import Checkpoint
-from recipe.components import Components, check_same_launch, check_supported, is_complete
+from recipe.components import Components, check_same_launch, check_supported
 from recipe.config import batch_arithmetic, parse_config
 from recipe.data.open import open_datasets
 from recipe.data.prepare import prepare
@@ -98,24 +96,6 @@ def test_a_node_with_other_shards_is_refused(monkeypatch, tmp_path):
         open_on("d")
 
 
-def test_a_complete_run_on_more_files_than_it_records_notices_one_more(tmp_path):
-    """A checkpoint has the names of ten."""
-    text = tmp_path / "text"
-    text.mkdir()
-    for number in range(12):
-        (text / f"{number:02}.txt").write_text(TEXT[900 * number :][:900])
-    sizes = {"n_positions": 16, "sequence_length": 16, "total_batch_tokens": 32, "val_fraction": 0.1}
-    config = parse_config(flags(train_text=text, dataset_name=tmp_path / "shards", output_dir=tmp_path, **sizes))
-    prepare(config.data)
-    about = provenance.about(config, cpu_strategy(), 0, [])
-    state = {"config": config.flat(), "about": about}
-    checkpoint = Checkpoint(tmp_path / "step_09999999", 9_999_999, {}, {}, state)
-    assert is_complete(config, Processes(), checkpoint)
-    (text / "12.txt").write_text("one more")
-    with pytest.raises(UserError, match=r"is complete, but .*text has changed since then"):
-        is_complete(config, Processes(), checkpoint)
-
-
 @pytest.mark.parametrize(
     ("step", "error", "ends_as_stopped"),
     [(5, Unreachable("gone"), True), (4, Unreachable("gone"), False), (5, UserError("damaged"), False)],
@@ -134,17 +114,6 @@ def test_a_run_from_other_weights_that_resumes_unchanged_is_of_one_part():
     config = parse_config(["--init_from=openai-community/gpt2"])
     parts = provenance.about(config, cpu_strategy(), 0, [])
     assert provenance.about(config, cpu_strategy(), 5, parts) == parts
-
-
-def test_streams_share_the_disk_budget(monkeypatch):
-    start = Mock(side_effect=UserError("the builder is not started here"))
-    monkeypatch.setattr("recipe.data.open.BuilderProcess", start)
-    argv = ["--dataset_name=[{name: ORG/A, weight: 1}, {name: ORG/B, weight: 3}]", "--streaming=true"]
-    config = parse_config([*argv, "--disk_budget_gb=30"])
-    datasets = open_datasets(config, batch_arithmetic(config, 1), Processes())
-    with pytest.raises(UserError, match="not started here"), datasets:
-        pass
-    assert start.call_args.args[0].disk_budget_gb == 15
 
 
 @pytest.mark.parametrize("name", ["skip_loss_z", "skip_grad_z"])
