@@ -11,7 +11,6 @@ import re
 import signal
 import subprocess
 import sys
-import tarfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -60,15 +59,6 @@ def test_shards_are_the_documents_in_order_each_after_end_of_text(reference):
 
 
 OPENERS = {"gz": gzip.open, "bz2": bz2.open, "zst": lambda path, mode: pa.output_stream(str(path), compression="zstd")}
-
-
-def archive(name: str, text: str) -> bytes:
-    """A tar file of one file."""
-    with io.BytesIO() as out:
-        with tarfile.open(fileobj=out, mode="w") as tar:
-            (entry := tarfile.TarInfo(name)).size = len(text.encode())
-            tar.addfile(entry, io.BytesIO(text.encode()))
-        return out.getvalue()
 
 
 @pytest.mark.parametrize(
@@ -420,7 +410,6 @@ def zipped(data: bytes) -> bytes:
         ("d.jsonl", b'{"text": "a"}\n{"text"', r", line 2: not a JSON object on one line \("),
         ("d.json", b'{\n "text": "a"\n}\n', ", line 1: not a JSON object on one line .*; expected one object per line"),
         ("d.jsonl", b"[1]\n", ", line 1: a JSON list; expected one object per line"),
-        ("d.jsonl", b'{"text": 5}\n', "column 'text' holds int, neither text nor a list of token ids"),
         ("d.jsonl", b'{"text": [{"role": "user"}]}\n', r"'text' holds list, .* \(docs/data\.md converts chats"),
         ("d.jsonl.gz", zipped(b'{"text": "a"}\n' * 9000)[:-20], " cannot be read .*complete"),
         ("d.parquet", b"nonsense", " cannot be read"),
@@ -428,14 +417,12 @@ def zipped(data: bytes) -> bytes:
         ("d.json", b'[{"text": "a"}, 5]', r", item 2: a JSON int; expected one object per line, or in \.json"),
         ("d.csv", b'id,text\n1,"a', ", line 2: unexpected end of data; is a quote not closed"),
         ("d.csv", b"id,text\n1,a,\n2,b,c\n", ", line 3: fields unlike the header; quote texts .* ','"),
-        ("d.csv", b"text\nFriends, Romans, countrymen\n", ", line 2: fields unlike the header; quote"),
         ("d.tsv", b"id\ttext\n1\ta\n2\n", r", line 3: fields unlike the header; quote .* '\\t'"),
-        ("d.csv", b"id,body\n1,a\n", "there are: id, body.*--text_column; the first line must name the columns"),
         ("d.csv", b"y" * 3000 + b"\n", r"no column 'text'; there are: y{40}\. Choose"),
         (
             "d.csv",
             b"id;body;note\n1;a;b\n",
-            r"there are: id;body;note\. .* must name the columns, separated by ',' or ",
+            r"there are: id;body;note\. .*--text_column; the first line must name the columns, separated by ',' or ",
         ),
         ("d.csv", b"id,text\r1,a\r", r": its lines end in CR; convert it: tr '\\r' '\\n' < FILE > NEW"),
         ("d.tsv", b"id,text\n1,a\n", r": no column 'text'; there are: id,text\. .* separated by '\\t'"),
@@ -448,7 +435,6 @@ def zipped(data: bytes) -> bytes:
             b"caf\xe9",
             r" cannot be read \(not UTF-8: byte 0xe9 in line 1\); .* iconv -f ENCODING -t UTF-8 .* -c .*drops",
         ),
-        ("d.jsonl", b'{"text": "caf\xe9"}', r" cannot be read \(not UTF-8: byte 0x"),
         ("d.csv", b"text\n" + b"plain\n" * 300_000 + b"caf\xe9\n", r"not UTF-8: byte 0xe9 in line 300002\)"),
         (
             "d.txt.gz",
@@ -463,12 +449,10 @@ def zipped(data: bytes) -> bytes:
             r" cannot be read \(it holds NUL .* iconv -f UTF-16LE -t UTF-8 .* tr -d",
         ),
         ("d.txt.xz", lzma.compress(b"plain"), r" is compressed by xz: unpack it by xz -dk$"),
-        ("d.txt", "plain".encode("utf-32-be"), r" cannot be read \(it holds NUL characters\)"),
         ("d.txt", b"plain " * 400 + bytes(2000), r" cannot be read \(it holds NUL characters\)"),
-        ("d.txt.gz", zipped(b"caf\xe9"), r" cannot be read \(not UTF-8: byte 0x"),
         ("d.txt", zipped(b"plain"), r" cannot be read \(not UTF-8: byte 0x8b in line 1\); .* Unpack it, or convert it"),
         ("d.txt.zst", b"nonsense", " cannot be read"),
-        ("d.tar.gz", gzip.compress(archive("a.txt", 5 * TEXT[:9000])), r" cannot be read \(it holds NUL .* unpack it"),
+        ("d.tar.gz", zipped(b"a.txt" + bytes(507) + b"text" * 9000), r" cannot be read \(it holds NUL .* unpack it"),
         ("d.txt", b"\xef\xbb\xbf", "holds no text"),
         ("d.txt", b"word " * 3000, r": val_fraction 0\.0001 of 3,00\d tokens is less than one; raise val_fraction"),
         ("d.txt", b"a few words", r": 4 tokens, too few .* sequence_length \+ 1 = 1,025 tokens each; give more text"),
