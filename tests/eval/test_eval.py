@@ -238,16 +238,20 @@ def test_a_model_whose_predictions_depend_on_later_tokens_is_refused(model_dir, 
         load(tmp_path)
 
 
-def test_a_model_that_is_not_gpt2_is_scored(model_dir, tmp_path):
+def test_a_model_that_is_not_gpt2_is_scored_each_ending_separately(model_dir, tmp_path):
     """BLOOM has no table of positions."""
-    config = BloomConfig(vocab_size=50257, hidden_size=32, n_layer=1, n_head=2)
+    config = BloomConfig(vocab_size=50257, hidden_size=32, n_layer=1, n_head=2, initializer_range=0.5)
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(model_dir).save_pretrained(tmp_path)
-    loaded = load(tmp_path)
-    rows = hellaswag.load_rows(2)
+    loaded, rows = load(tmp_path), hellaswag.load_rows(1)
     assert loaded.n_positions == common.DEFAULT_POSITIONS
-    assert hellaswag.correct(hellaswag.score_rows(loaded.lm, rows), rows)["llmc_acc"].shape == (2,)
+    (scored,), _ = hellaswag.score_rows(loaded.lm, rows)["llmc"]
+    request = hellaswag.encode_row(loaded.encode, rows[0], "llmc")[0][2]
+    with torch.no_grad():
+        logits = loaded.model(torch.tensor([request.tokens])).logits[0].log_softmax(-1)
+    scored_positions = range(len(request.tokens) - request.n_scored, len(request.tokens))
+    assert scored[2] == pytest.approx(sum(logits[t - 1, request.tokens[t]].item() for t in scored_positions), abs=1e-3)
 
 
 def test_temperature_0_takes_the_likeliest_whatever_the_generation_config_says(loaded, model_dir, tmp_path):

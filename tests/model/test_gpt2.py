@@ -2,7 +2,6 @@
 
 import math
 import re
-from functools import partial
 
 import pytest
 import torch
@@ -20,7 +19,6 @@ from recipe.model.build import build_model, check_init_from
 from recipe.model.gelu import logistic_gelu
 from recipe.model.gpt2 import GPT2LMHeadModel
 from recipe.model.linear import TwoStageLinear, two_stage_linear
-from recipe.model.loss import next_token_loss
 from recipe.optim.optimizer import make_optimizer
 from recipe.utils.errors import UserError
 from tests.conftest import ROOT, TINY, flags, own_model
@@ -98,7 +96,7 @@ def test_equal_to_transformers(n_embd, n_head, tmp_path):
         own_model(tmp_path / "sharded")
 
 
-def test_checkpointing_chunks_padding_and_two_stage_products_change_no_gradient(monkeypatch):
+def test_checkpointing_and_two_stage_products_change_no_gradient(monkeypatch):
     config = config_of(n_layer=3, resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1)
     ids = torch.randint(515, (2, 33))
 
@@ -110,8 +108,7 @@ def test_checkpointing_chunks_padding_and_two_stage_products_change_no_gradient(
         return loss.item(), [p.grad for p in model.parameters()]
 
     expected_loss, expected_grads = results()
-    chunked, padded = partial(next_token_loss, chunk_size=16), partial(next_token_loss, pad_vocab_to=128)
-    variants = [results(gradient_checkpointing=True), results(loss=chunked), results(loss=padded)]
+    variants = [results(gradient_checkpointing=True)]
     monkeypatch.setattr(gpt2, "linear", TwoStageLinear.apply)  # the products of a compiled model on CUDA
     variants.append(results(gradient_checkpointing=True))
     for loss, grads in variants:
