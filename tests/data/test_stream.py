@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import re
 import shutil
 import subprocess
 import sys
@@ -232,40 +231,3 @@ def test_a_text_that_changed_since_the_checkpoint_is_refused(prepared, tmp_path)
     with pytest.raises(UserError, match="built again, it differs"):
         producer.make("train", 3)
     assert list(tmp_path.glob("train*")) == []
-
-
-def test_a_manifest_cannot_make_a_stream_delete_files_elsewhere(prepared, tmp_path):
-    """A stream deletes the shards that it has passed. The manifest that names them is the directory's or, on an empty
-    disk, the checkpoint's, and either may come from somebody else."""
-    shards_dir, run_dir, thesis = tmp_path / "s", tmp_path / "run", tmp_path / "thesis.tex"
-    thesis.write_text("three years")
-
-    def train(steps):
-        data = {"train_text": prepared.text, "streaming": "true", "val_documents": 20, "shard_tokens": 200}
-        data |= {"disk_budget_gb": 23e-6}  # room for four
-        return run_train(*tiny_flags(shards_dir, run_dir, **data, max_steps=steps, save_steps=20), timeout=60)
-
-    def point_outside(manifest, number):
-        [entry for entry in manifest["shards"] if entry["split"] == "train"][number]["file"] = "../thesis.tex"
-
-    def assert_refused(name):
-        (error,) = refused(train(60)).splitlines()
-        assert thesis.exists()
-        assert re.fullmatch(rf"error: .*/{name} cannot be read \(.*shards.*'\.\./thesis\.tex'.*\); .*", error)
-
-    def change(state):
-        point_outside(state["data"]["manifest"], 0)
-        state["data"]["shards"][0][0] = thesis.name
-
-    ok(train(20))
-    run_dir.rename(tmp_path / "kept")
-    manifest = json.loads((shards_dir / "manifest.json").read_text())
-    point_outside(manifest, -1)
-    (shards_dir / "manifest.json").write_text(json.dumps(manifest))
-    assert_refused("manifest.json")
-
-    shutil.rmtree(shards_dir)
-    shutil.rmtree(run_dir, ignore_errors=True)
-    (tmp_path / "kept").rename(run_dir)
-    change_state(run_dir / "step_00000020", change)
-    assert_refused("trainer_state.json")
