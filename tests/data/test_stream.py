@@ -114,26 +114,15 @@ def test_a_shard_stays_until_every_reader_has_passed_it(prepared, tmp_path):
         thread.join()
 
 
-def kill(builder: subprocess.Popen) -> None:
-    builder.kill()
-
-
-def fill_its_disk(builder: subprocess.Popen) -> None:
-    """It can write neither a shard nor its error."""
-    psutil.Process(builder.pid).rlimit(psutil.RLIMIT_FSIZE, (0, 0))
-
-
-NO_RLIMIT = pytest.mark.skipif(not hasattr(psutil.Process, "rlimit"), reason="psutil limits processes on Linux only")
-
-
-@pytest.mark.parametrize("end", [kill, pytest.param(fill_its_disk, marks=NO_RLIMIT)])
-def test_a_builder_that_dies_ends_the_run_which_can_be_resumed(prepared, tmp_path, end):
+@pytest.mark.skipif(not hasattr(psutil.Process, "rlimit"), reason="psutil limits processes on Linux only")
+def test_a_builder_with_a_full_disk_ends_the_run_which_can_be_resumed(prepared, tmp_path):
+    """It can write neither a shard nor its error, and dies; tests/faults kills one."""
     data = config_of(prepared, tmp_path / "s", disk_budget_gb=budget(prepared, 2))
     expected = dataset_of(prepared)
     last_step = expected.windows // BATCH - 1
     with streaming(data) as s:
         assert_rows(s, expected, range(30))
-        end(s.builder.process)
+        psutil.Process(s.builder.process.pid).rlimit(psutil.RLIMIT_FSIZE, (0, 0))
         with pytest.raises(Unreachable, match=r"that makes the shards in .*s died; the same"):  # for exit code 75
             assert_rows(s, expected, range(30, last_step))
     with streaming(data, first_step=30) as s:
