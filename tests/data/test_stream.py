@@ -207,7 +207,7 @@ def test_a_stream_shorter_than_a_step_is_refused(tmp_path):
     (tmp_path / "d.txt").write_text(f"{'held out ' * 50}<|endoftext|>the rest")
     command = tiny_flags(tmp_path / "d.txt", tmp_path / "run", streaming="true", val_documents=1)
     error = refused(run_train(*command, cwd=tmp_path))
-    assert "takes 4 sequences a step, but the training data have only 0; lower" in error
+    assert "takes 4 sequences a step, but the training data have only 0; lower total_batch_tokens or" in error
 
 
 def test_a_text_that_changed_since_the_checkpoint_is_refused(prepared, tmp_path):
