@@ -250,9 +250,9 @@ def test_what_is_missing_for_a_tpu_is_named(monkeypatch, variables, installed, m
         check_launch()
 
 
-def test_a_note_names_a_tpu_that_the_launch_leaves_idle():
-    result = ok(run_train("--dry_run", env={"TPU_ACCELERATOR_TYPE": "v5e-8"}))
-    assert "note       this machine's TPU is idle; accelerate_configs/tpu.yaml uses it" in result.stdout
+def test_a_note_names_a_tpu_that_the_launch_leaves_idle(monkeypatch, in_process):
+    monkeypatch.setenv("TPU_ACCELERATOR_TYPE", "v5e-8")
+    assert "note       this machine's TPU is idle; accelerate_configs/tpu.yaml uses it" in in_process(["--dry_run"])[1]
 
 
 @pytest.mark.parametrize(
@@ -269,20 +269,25 @@ def test_a_note_names_a_tpu_that_the_launch_leaves_idle():
         ({"ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "cpu"}, "deepspeed_offload_optimizer_device cpu, .*file"),
     ],
 )
-def test_an_environment_that_would_change_the_run_is_refused(variables, message):
-    assert re.search(message, refused(run_train("--precision", "fp32", "--dry_run", env=variables)))
+def test_an_environment_that_would_change_the_run_is_refused(monkeypatch, in_process, variables, message):
+    set_environment(monkeypatch, variables)
+    code, _, error = in_process(["--precision", "fp32", "--dry_run"])
+    assert code == 2
+    assert re.search(message, error)
 
 
-def test_an_environment_that_changes_nothing_is_accepted():
+def test_an_environment_that_changes_nothing_is_accepted(monkeypatch, in_process):
     names = "GRADIENT_ACCUMULATION_STEPS=1 DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE=none DEEPSPEED_OFFLOAD_PARAM_DEVICE=none"
-    ok(run_train("--dry_run", env=dict(f"ACCELERATE_{name}".split("=") for name in names.split())))
+    set_environment(monkeypatch, dict(f"ACCELERATE_{name}".split("=") for name in names.split()))
+    assert in_process(["--dry_run"])[0] == 0
 
 
 @pytest.mark.parametrize("name", ["OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"])
-def test_a_note_says_that_processes_of_mpirun_and_srun_train_alone(name):
+def test_a_note_says_that_processes_of_mpirun_and_srun_train_alone(monkeypatch, in_process, name):
     """It is no error: each may be meant to train a run of its own."""
-    result = ok(run_train("--dry_run", env={name: "2", "ACCELERATE_USE_CPU": "false", "CUDA_VISIBLE_DEVICES": ""}))
-    assert "note       mpirun or srun has started 2 processes, each of which trains alone; use acc" in result.stdout
+    set_environment(monkeypatch, {name: "2", "ACCELERATE_USE_CPU": "false", "CUDA_VISIBLE_DEVICES": ""})
+    note = "note       mpirun or srun has started 2 processes, each of which trains alone; use acc"
+    assert note in in_process(["--dry_run"])[1]
 
 
 @pytest.mark.parametrize(
