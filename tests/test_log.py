@@ -31,10 +31,16 @@ def test_a_full_disk_under_standard_output_raises_no_error(monkeypatch):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stdout.fileno())  # to close it without an error
 
 
-@pytest.mark.parametrize("redirection", ["2> /dev/full", "2>&1 >&- | true", "2>&-", ">&- 2>&-"])
-def test_an_error_that_cannot_be_printed_keeps_the_exit_code(redirection):
-    command = f"{sys.executable} recipe/train.py --learning_rate fast {redirection}"
-    script = f"set -o pipefail; {command}"
+TRAIN = "recipe/train.py --learning_rate fast"
+# What it does then, without its imports
+FAIL = "-c 'import sys; from recipe.utils.log import print_error; print_error(5); sys.exit(2)'"
+
+
+@pytest.mark.parametrize(
+    ("program", "redirection"), [(TRAIN, "2> /dev/full"), (TRAIN, ">&- 2>&-"), (FAIL, "2>&1 >&- | true")]
+)
+def test_an_error_that_cannot_be_printed_keeps_the_exit_code(program, redirection):
+    script = f"set -o pipefail; {sys.executable} {program} {redirection}"
     result = subprocess.run(["bash", "-c", script], cwd=ROOT, env=environment(), capture_output=True, timeout=60)
     assert result.returncode == 2
 
