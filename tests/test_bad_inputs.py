@@ -275,12 +275,10 @@ def test_a_run_that_reaches_a_damaged_shard_saves_its_last_step(in_process, tmp_
     assert verify(run / "step_00000007") == []
 
 
-@pytest.mark.parametrize("manifest", ["lost", "never"])
-def test_files_without_a_manifest_that_change_between_stop_and_resume_are_refused(in_process, box, manifest):
+def test_files_without_a_manifest_that_change_between_stop_and_resume_are_refused(in_process, box):
     """By the SHA-256 that the checkpoint has of them: other tokens in a file of the same length."""
-    data = box.shard(GOOD) if manifest == "never" else shutil.copytree(box.shards, box.path / "data")
+    data = box.shard(GOOD)
     assert in_process(box.train(data))[0] == 0
-    (data / "manifest.json").unlink(missing_ok=True)
     assert in_process(box.train(data, max_steps=12))[0] == 0  # the same tokens
     (file,) = data.glob("*train*.bin")
     tokens = np.fromfile(file, "<u2", offset=1024)

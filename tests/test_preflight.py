@@ -146,10 +146,10 @@ def test_a_number_of_processes_that_cannot_share_the_golden_run_still_tries_its_
 
 def test_a_step_larger_than_the_shipped_text_is_tried_all_the_same(tmp_path, monkeypatch):
     """As eight GPUs of 64 sequences take it, before the recipe's own text is prepared."""
-    (text := tmp_path / "short.txt").write_text("To be, or not to be, that is the question. " * 280)  # 3 K tokens
+    (text := tmp_path / "short.txt").write_text("To be, or not to be, that is the question. " * 35)  # 400 tokens
     monkeypatch.setattr(preflight, "SHIPPED_TEXT", text)
-    flags = ["--n_layer=1", "--n_embd=32", "--n_head=1", "--sequence_length=256", "--n_positions=256"]
-    flags += ["--micro_batch_size=16", "--total_batch_tokens=4096", f"--dataset_name={tmp_path / 'data'}"]
+    flags = ["--n_layer=1", "--n_embd=32", "--n_head=1", "--sequence_length=32", "--n_positions=32"]
+    flags += ["--micro_batch_size=16", "--total_batch_tokens=512", f"--dataset_name={tmp_path / 'data'}"]
     config = parse_config([*flags, f"--train_text={text}", "--precision=fp32"])
     measured, problem = preflight.trial(config, tmp_path, open_strategy("fp32"))
     assert "tokens/s" in measured

@@ -72,14 +72,15 @@ def test_text_may_be_in_the_directory_of_shards_or_of_runs(workdir, name):
     assert "tokenizing" not in output
 
 
-def test_with_val_data_all_of_the_text_is_trained_on(workdir):
+def test_with_val_data_all_of_the_text_is_trained_on(workdir, in_process):
     write_jsonl(workdir / "train.jsonl", DOCUMENTS[:30])
     (workdir / "val.txt").write_text(TEXT[5000:9000])
     with pytest.raises(UserError, match=r"val_data val\.txt is text, but must be shards"):
         parse_config(["--dataset_name=train.jsonl", "--val_data=val.txt"])
     command = [*SMALL, "--dataset_name=train.jsonl", "--val_data=no"]
     for dry_run in ([], ["--dry_run"]):
-        assert "val_data no: no such" in refused(run_train(*command, *dry_run, cwd=workdir))
+        code, _, error = in_process([*command, *dry_run])
+        assert (code, "val_data no: no such" in error) == (2, True), error
         assert not (workdir / "data").exists()  # nothing was tokenized
     prepare(data_of("val.txt", "data/val", val_fraction=0.0))
     for fields in ([], ["--val_documents=5"], ["--val_documents=5", "--streaming=true"]):
@@ -88,12 +89,13 @@ def test_with_val_data_all_of_the_text_is_trained_on(workdir):
         assert sum(shard.tokens for shard in validation.shards) == len(tokens_of([TEXT[5000:9000]]))
 
 
-@pytest.mark.parametrize("extra", [["--dry_run"], [], ["--num_train_epochs=1"], ["--streaming=true"]])
-def test_text_of_which_nothing_is_held_out_is_refused_before_it_is_tokenized(workdir, extra):
+@pytest.mark.parametrize("extra", ["--dry_run", "--max_steps=2", "--num_train_epochs=1", "--streaming=true"])
+def test_text_of_which_nothing_is_held_out_is_refused_before_it_is_tokenized(workdir, in_process, extra):
     """Not after hours of preparing it: a run needs a validation loss."""
     (workdir / "my.txt").write_text(TEXT[:9000])
-    words = [word for word in SMALL if "--num_train_epochs=1" not in extra or not word.startswith("--max_steps")]
-    error = refused(run_train(*words, "--dataset_name=my.txt", "--val_fraction=0", *extra, cwd=workdir))
+    words = [word for word in SMALL if "epochs" not in extra or not word.startswith("--max_steps")]
+    code, _, error = in_process([*words, "--dataset_name=my.txt", "--val_fraction=0", extra])
+    assert code == 2
     assert "val_fraction 0 holds out nothing of my.txt for validation; set it above 0, or " in error
     assert not (workdir / "data").exists()
 
