@@ -190,7 +190,6 @@ def test_a_value_beyond_a_limit_is_refused():
         ("max_steps: [1, 2]", "max_steps takes one value, found a list"),
         ("- data", "mine.yaml: expected lines such as `n_layer: 2`, with a space after the colon"),
         ("n_layer:2", "mine.yaml: expected lines such as `n_layer: 2`, with a space after the colon"),
-        ("n_layer = 2", "mine.yaml: expected lines such as `n_layer: 2`, with a space after the colon"),
         ("seed: 1\nn_layer:2", "line 2; expected lines such as `n_layer: 2`, with a space after the colon"),
         ("dataset_name: [", "not valid YAML"),
         ("max_steps: 9\nseed: 1\nmax_steps: 8", "mine.yaml, line 3: max_steps is given twice; remove one of them"),
