@@ -161,5 +161,5 @@ def test_a_streamed_run_has_the_losses_of_a_run_on_prepared_shards(prepared, tmp
     assert f"resume     from step {stop}" in output
     for line, expected_line in zip(recorded(tmp_path / "streamed", *columns), expected, strict=True):
         assert line == (expected_line[0], *(pytest.approx(number, abs=1e-5) for number in expected_line[1:]))
-    for directory in ("s", "e"):  # deleted once it was passed; never made, since the resumed run does not need it
+    for directory in ("s", "e"):  # deleted once it was passed, or never made
         assert not (tmp_path / directory / "train_000000.bin").exists()
