@@ -277,7 +277,11 @@ def test_a_vocabulary_that_uint16_cannot_hold_trains_like_any_other(tmp_path, st
     (tmp_path / "ids.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
     held_out = {"val_documents": 1, "streaming": True} if streaming else {"val_fraction": 0.1}
     fields = {"tokenizer": name, "max_steps": 2, "warmup_steps": 0, "shard_tokens": 2000} | held_out
-    ok(run_train(*tiny_flags(tmp_path / "ids.jsonl", tmp_path / "run", **fields), cwd=tmp_path))
+    command = tiny_flags(tmp_path / "ids.jsonl", tmp_path / "run", **fields)
+    if streaming:  # 22.7 kB, and 14.7 if its tokens had two bytes
+        error = refused(run_train(*command, "--disk_budget_gb=2e-5", cwd=tmp_path))
+        assert "two training shards need 2.27e-05 GB" in error
+    ok(run_train(*command, cwd=tmp_path))
     lines, checkpoint = by_step(tmp_path / "run"), tmp_path / "run" / "step_00000002"
     assert math.isclose(lines[1]["loss"], math.log(n), rel_tol=0.02)
     (shards,) = (tmp_path / "data").glob("ids*")

@@ -9,7 +9,7 @@ import pytest
 
 from recipe.data.shards import Manifest, ShardReader, find_shards
 from recipe.utils.errors import UserError
-from recipe.utils.shards import UINT32
+from recipe.utils.shards import UINT16, UINT32, dtype_of
 from tests.data import write_shard
 
 
@@ -34,6 +34,7 @@ def test_a_shard_of_a_larger_vocabulary_has_the_bytes_of_llm_c_for_llama_3(tmp_p
     assert ShardReader(path).runs(np.array([0, 2]), 2).tolist() == [tokens[:2], tokens[2:]]
     np.save(tmp_path / "a.npy", np.array(tokens * 99, np.uint32))
     assert ShardReader(tmp_path / "a.npy").runs(np.array([5]), 3).tolist() == [[128_000, 258, 7]]
+    assert [dtype_of(size) for size in (50_257, 65_536, 65_537)] == [UINT16, UINT16, UINT32]
 
 
 GOOD = np.arange(1, 1000, dtype="<u2")
