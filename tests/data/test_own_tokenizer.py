@@ -35,7 +35,7 @@ from recipe.model.build import build_model
 from recipe.utils.errors import UserError
 from tests import processes
 from tests.conftest import ROOT, SHAKESPEARE, TINY, by_step, flags, ok, refused, run_train, tiny_flags
-from tests.data import TEXT, data_of, tokens_in
+from tests.data import TEXT, data_of, tokens_in, write_jsonl
 
 VOCABULARY, END = 600, "<|done|>"
 # A special token as text, spaces, and characters of up to four bytes that the training text does not have
@@ -270,24 +270,26 @@ def large_tokenizer(vocab_size: int) -> Tokenizer:
 
 @pytest.mark.parametrize("streaming", [False, True])
 def test_a_vocabulary_that_uint16_cannot_hold_trains_like_any_other(tmp_path, streaming):
-    """As that of Llama 3 or Qwen: prepared, streamed, as ids in a column, validated, loaded by transformers."""
-    name, n = save(large_tokenizer(70_000), tmp_path / "large"), 70_000
-    encoded = open_tokenizer(name).encode([TEXT[i * 900 : (i + 1) * 900] for i in range(10)])
-    rows = [[n - 2, *ids.tolist()] for ids in encoded]
-    (tmp_path / "ids.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    """As that of Llama 3 or Qwen: text prepared, ids in a column streamed, validated, loaded by transformers."""
+    large, n = large_tokenizer(70_000), 70_001
+    large.add_special_tokens(["<|user|>"])
+    name, texts = save(large, tmp_path / "large"), [TEXT[i * 900 : (i + 1) * 900] for i in range(10)]
+    rows = [[n - 1, *ids.tolist()] for ids in open_tokenizer(name).encode(texts)]
+    contents = rows if streaming else [f"<|user|>{text}" for text in texts]
+    write_jsonl(tmp_path / "chat.jsonl", contents)
     held_out = {"val_documents": 1, "streaming": True} if streaming else {"val_fraction": 0.1}
     fields = {"tokenizer": name, "max_steps": 2, "warmup_steps": 0, "shard_tokens": 2000} | held_out
-    command = tiny_flags(tmp_path / "ids.jsonl", tmp_path / "run", **fields)
+    command = tiny_flags(tmp_path / "chat.jsonl", tmp_path / "run", **fields)
     if streaming:  # 22.7 kB, and 14.7 if its tokens had two bytes
         error = refused(run_train(*command, "--disk_budget_gb=2e-5", cwd=tmp_path))
         assert "two training shards need 2.27e-05 GB" in error
     ok(run_train(*command, cwd=tmp_path))
     lines, checkpoint = by_step(tmp_path / "run"), tmp_path / "run" / "step_00000002"
     assert math.isclose(lines[1]["loss"], math.log(n), rel_tol=0.02)
-    (shards,) = (tmp_path / "data").glob("ids*")
+    (shards,) = (tmp_path / "data").glob("chat*")
     assert json.loads((shards / "manifest.json").read_text())["dtype"] == "uint32"
     train, validation = (tokens_in(shards, split) for split in ("train", "val"))
-    documents = [token for row in rows for token in (n - 1, *row)]
+    documents = [token for row in rows for token in (n - 2, *row)]
     assert (validation + train if streaming else train + validation)[: len(documents)] == documents
     ok(processes.run("-m", "eval.perplexity", checkpoint, cwd=tmp_path))
     scored = json.loads((checkpoint / "results.json").read_text())["perplexity"]["loss"]
