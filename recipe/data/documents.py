@@ -51,6 +51,7 @@ _NOT_TEXT = {
     b"\xff\xfe": "text in UTF-16: convert it by iconv -f UTF-16 -t UTF-8 FILE > NEW",
     b"\xfe\xff": "text in UTF-16: convert it by iconv -f UTF-16 -t UTF-8 FILE > NEW",
 }
+_BINARY = (".parquet", ".arrow")
 _JSON_FORMAT = "expected one object per line, or in .json an array of objects"
 
 Content = str | np.ndarray  # of a piece, never empty: text, or token ids, (tokens,), of the tokenizer's type
@@ -233,7 +234,7 @@ class TextFiles:
         for number, path in enumerate(self.paths[first_file:], first_file):
             file_start = {"document": document_count, "state": number} if number else None
             try:
-                with reading(path, _WAY_OUT):
+                with reading(path, "copy or download it again" if text_suffix(path) in _BINARY else _WAY_OUT):
                     try:
                         for piece_number, content in self._pieces_in(path, self._starts[number]):
                             document_count += piece_number == 0
@@ -257,9 +258,15 @@ class TextFiles:
                     self.position = start + path.stat().st_size * rows // file.metadata.num_rows
                     yield from self._rows_in(batch, path)
             return
-        if suffix == ".arrow":  # of Datasets' save_to_disk
-            with pa.OSFile(str(path)) as file, pa.ipc.open_stream(file) as batches:
-                self.column.check_is_in(batches.schema.names, str(path))
+        if suffix == ".arrow":
+            with pa.OSFile(str(path)) as file:
+                if file.read(6) == b"ARROW1":  # polars' write_ipc
+                    reader = pa.ipc.open_file(file)
+                    batches = map(reader.get_batch, range(reader.num_record_batches))
+                else:  # Datasets' save_to_disk
+                    file.seek(0)
+                    reader = batches = pa.ipc.open_stream(file)
+                self.column.check_is_in(reader.schema.names, str(path))
                 for batch in batches:
                     self.position = start + file.tell()
                     yield from self._rows_in(batch.select([self.column.name]), path)
@@ -355,7 +362,7 @@ def _rows_of(file: io.TextIOWrapper, column: Column, path: Path) -> Iterator[tup
 
 def _not_utf8(path: Path, error: UnicodeDecodeError) -> Exception:
     """The error for a byte that is not UTF-8, with its line; `error` itself, if the file is not one of lines."""
-    if text_suffix(path) in (".parquet", ".arrow"):
+    if text_suffix(path) in _BINARY:
         return error
     line = 1
     with pa.input_stream(str(path), PACKED.get(path.suffix.lower())) as file:

@@ -18,6 +18,7 @@ from unittest import mock
 
 import datasets
 import pyarrow as pa
+import pyarrow.feather as feather
 import pyarrow.parquet as pq
 import pytest
 from filelock import FileLock
@@ -65,7 +66,7 @@ OPENERS = {"gz": gzip.open, "bz2": bz2.open, "zst": lambda path, mode: pa.output
     "kind",
     [
         *("ndjson", "jsonl.gz", "json.bz2", "JSONL.ZST", "array.json", "csv", "semicolons.csv", "tabs.csv", "TSV.gz"),
-        *("parquet", "saved", "directory", "glob"),
+        *("parquet", "arrow", "saved", "directory", "glob"),
     ],
 )
 def test_every_format_gives_the_same_bytes(reference, tmp_path, kind, capsys):
@@ -75,6 +76,9 @@ def test_every_format_gives_the_same_bytes(reference, tmp_path, kind, capsys):
     opener = OPENERS.get(kind.split(".")[-1].lower(), open)
     if kind == "parquet":
         pq.write_table(pa.table({"id": range(300), "text": [d or None for d in DOCUMENTS]}), text, row_group_size=50)
+    elif kind == "arrow":
+        table = pa.table({"id": range(300), "text": [d or None for d in DOCUMENTS]})
+        feather.write_feather(table, text, chunksize=70)
     elif kind == "saved":
         rows = {"id": [*range(300)], "text": [d or None for d in DOCUMENTS]}
         datasets.Dataset.from_dict(rows).save_to_disk(text, num_shards=3)
@@ -412,8 +416,8 @@ def zipped(data: bytes) -> bytes:
         ("d.jsonl", b"[1]\n", ", line 1: a JSON list; expected one object per line"),
         ("d.jsonl", b'{"text": [{"role": "user"}]}\n', r"'text' holds list, .* \(docs/data\.md converts chats"),
         ("d.jsonl.gz", zipped(b'{"text": "a"}\n' * 9000)[:-20], " cannot be read .*complete"),
-        ("d.parquet", b"nonsense", " cannot be read"),
-        ("d.arrow", b"nonsense", " cannot be read"),
+        ("d.parquet", b"nonsense", r" cannot be read \(.*\); copy or download it again$"),
+        ("d.arrow", b"nonsense", r" cannot be read \(.*\); copy or download it again$"),
         ("d.json", b'[{"text": "a"}, 5]', r", item 2: a JSON int; expected one object per line, or in \.json"),
         ("d.csv", b'id,text\n1,"a', ", line 2: unexpected end of data; is a quote not closed"),
         ("d.csv", b"id,text\n1,a,\n2,b,c\n", ", line 3: fields unlike the header; quote texts .* ','"),
