@@ -16,7 +16,7 @@ from recipe.model.loss import IGNORE_INDEX, can_fuse, plain_loss_sum
 from recipe.utils.errors import first_line
 
 # Enough to fill any GPU; in fp32 PyTorch's own loss takes 5 GB for as many rows of 50,304 logits. Fewer of longer ones.
-ROWS, MAX_LOGITS = 4096, 4096 * 50_304
+ROWS, LOGITS = 4096, 4096 * 50_304
 # Relative errors allowed in the loss and in its gradient's norm. Both sides compute in fp32 and round once: with
 # Triton's interpreter the loss is within 1e-7, the gradient within 1e-6 in fp32 and 5e-7 in fp16. A kernel that counted
 # the padding would be off by 5e-5 of the loss.
@@ -57,7 +57,7 @@ def _try_kernel(config: Config, strategy: Strategy) -> tuple[str, str]:
     """The kernel's error and speed on this process's device, and why it must not be used, empty if it may."""
     device, vocab_size, dtype = strategy.device, config.model.vocab_size, strategy.device.dtype
     width = vocab_size + -vocab_size % device.pad_vocab_to
-    shape = min(ROWS, MAX_LOGITS // width), width
+    shape = min(ROWS, LOGITS // width), width
     compiled = config.run.torch_compile and not strategy.runtime.no_compile
     try:
         errors, speedup = compare(device.torch_device, dtype, shape, vocab_size, compiled)
