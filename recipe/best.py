@@ -66,7 +66,7 @@ SPEED_STEPS, SPEED_RUNS = 20, 3  # steps that measure a speed, and speeds before
 MIN_TIMED_COMPILED_S = 900  # seconds of a compiled run from which sizes are compiled before they are timed
 TRIAL_SHARES, MAX_TRIAL_S = (0.02, 0.12), 300  # of the time, so far apart that they show how the text is learned
 EARLY_END = 0.8  # of the time: a run that has taken all useful epochs by then stops there; others fill the time
-TRIAL = ".trial"  # in the run's directory: that of the trials, one after the other
+TRIAL = ".trial"  # directory of the current trial, inside the run's
 MIN_TIME_S, MIN_LEFT_S = 90, 5  # of the time given, and of what the search leaves of it
 # Fields that best.py chooses, and fields on which its other choices depend, so they cannot be changed.
 CHOSEN = {"n_layer", "n_head", "n_embd", "n_positions", "sequence_length", "total_batch_tokens", "init_from"}

@@ -15,7 +15,7 @@ from recipe.engine.strategy import Strategy
 from recipe.model.loss import IGNORE_INDEX, can_fuse, plain_loss_sum
 from recipe.utils.errors import first_line
 
-# Enough to fill any GPU; in fp32 PyTorch's own loss takes 5 GB for as many rows of 50,304 logits. Fewer of longer ones.
+# Rows of a trial, enough to fill any GPU, and the most logits, for which PyTorch's own loss takes 5 GB in fp32.
 ROWS, LOGITS = 4096, 4096 * 50_304
 # Relative errors allowed in the loss and in its gradient's norm. Both sides compute in fp32 and round once: with
 # Triton's interpreter the loss is within 1e-7, the gradient within 1e-6 in fp32 and 5e-7 in fp16. A kernel that counted

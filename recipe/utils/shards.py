@@ -11,7 +11,7 @@ from recipe.utils.errors import UserError, reading
 
 SUFFIXES = (".bin", ".npy")
 UINT16, UINT32 = np.dtype("<u2"), np.dtype("<u4")
-# How a shard of each type of token begins, magic number and version: llm.c's for GPT-2's tokens, and for Llama 3's.
+# Magic number and version at the start of a shard, by the type of its tokens: llm.c's for GPT-2 and for Llama 3.
 FORMATS = {UINT16: (20240520, 1), UINT32: (20240801, 7)}
 HEADER_BYTES = 256 * 4
 GPT2_TOKENS = 50257
@@ -53,7 +53,7 @@ class ShardReader:
         magics = {number: (dtype, known) for dtype, (number, known) in FORMATS.items()}
         if magic not in magics:
             raise UserError(
-                f"{path}: not a shard of llm.c (it begins with {magic} and not {' or '.join(map(str, magics))}) or "
+                f"{path}: not a shard of llm.c (it begins with {magic}, not {' or '.join(map(str, magics))}) or "
                 "nanoGPT; perhaps of another tokenizer, type (without a header uint16 is read) or byte order. Prepare "
                 "the text: python -m recipe.data.prepare --dataset_name TEXT"
             )
