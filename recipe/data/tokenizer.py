@@ -223,7 +223,22 @@ def _load(name: str) -> PreTrainedTokenizerFast:
             f"tokenizer {name} has no eos_token, which precedes each document; set one with "
             "transformers (tokenizer.eos_token = ...), and save it again"
         )
-    return tokenizer
+    return tokenizer if tokenizer("a") == tokenizer("a", add_special_tokens=False) else _without_added(tokenizer)
+
+
+def _without_added(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
+    """A tokenizer that adds no token to a text. A start or an end that some add, as Llama 3's and RoBERTa's do, is in
+    no document here: a prompt of transformers would begin with what the model never saw, or end before its answer."""
+    from transformers import PreTrainedTokenizerFast  # other classes would add them again when they are loaded
+
+    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    backend.post_processor = None
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        extra_special_tokens=tokenizer.extra_special_tokens,
+        chat_template=tokenizer.chat_template,
+        **tokenizer.special_tokens_map,
+    )
 
 
 def _is_byte_level(tokenizer: PreTrainedTokenizerFast) -> bool:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from huggingface_hub import ModelCard
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -180,6 +180,30 @@ def test_its_padding_token_is_the_models_too(tmp_path):
         tokenizer = AutoTokenizer.from_pretrained(tmp_path)
         assert tokenizer.pad_token == pad
         assert {config.pad_token_id for config in configs} == {tokenizer.pad_token_id}
+
+
+START = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", VOCABULARY)])
+START_AND_END = processors.RobertaProcessing(("<s>", VOCABULARY), ("<s>", VOCABULARY), add_prefix_space=False)
+
+
+@pytest.mark.parametrize("template", [START, START_AND_END])
+@pytest.mark.parametrize("tokenizer_class", ["PreTrainedTokenizerFast", "RobertaTokenizer"])
+def test_a_prompt_has_no_token_that_training_did_not(tmp_path, template, tokenizer_class):
+    """In transformers, with the tokenizer of a checkpoint; that of Llama 3 adds a start to each text, RoBERTa's an end
+    too."""
+    trained = train_tokenizer()
+    trained.add_special_tokens(["<s>"])
+    trained.post_processor = template
+    save(trained, tmp_path / "own")
+    config = tmp_path / "own" / "tokenizer_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"tokenizer_class": tokenizer_class}))
+    assert len(AutoTokenizer.from_pretrained(tmp_path / "own")("ROMEO:").input_ids) > len("ROMEO:")
+    tokenizer = open_tokenizer(str(tmp_path / "own"))
+    tokenizer.save(tmp_path / "saved", max_length=64)
+    saved = AutoTokenizer.from_pretrained(tmp_path / "saved")
+    assert saved("ROMEO:").input_ids == tokenizer.encode(["ROMEO:"])[0].tolist()
+    assert (saved.eos_token, saved.model_max_length) == (END, 64)
+    assert open_tokenizer(str(tmp_path / "saved")).digest == tokenizer.digest
 
 
 def test_published_losses_are_not_shown_beside_those_of_other_tokens(trained_run, tmp_path):
