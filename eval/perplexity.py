@@ -99,19 +99,29 @@ def byte_lengths(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
     """Bytes of text that each token id stands for, int64 (V,); 0 for end-of-text.
 
     A byte-level BPE writes each byte as one character of a 256-letter alphabet (Radford et al. 2019, section 2.2), so
-    a token's length in characters is its length in bytes; added tokens, such as runs of spaces, are their text. Raises
-    UserError for other tokenizers.
+    a token's length in characters is its length in bytes; added tokens, such as runs of spaces, are their text.
+    SentencePiece writes a space as U+2581, also the one that it puts before a document, and as <0x00> to <0xFF> the
+    bytes of what is not in its vocabulary. Raises UserError for other tokenizers.
     """
     vocab = tokenizer.get_vocab()
     added_tokens = tokenizer.added_tokens_decoder
     tokens_by_id = {i: token for token, i in vocab.items() if i not in added_tokens}
-    if not set("".join(tokens_by_id.values())) <= set(ByteLevel.alphabet()):
-        raise common.UserError("bits per byte need a byte-level BPE such as GPT-2's; this model's is not one")
+    is_byte_level = set("".join(tokens_by_id.values())) <= set(ByteLevel.alphabet())
+    bytes_as_tokens = {f"<0x{byte:02X}>" for byte in range(256)}
+    if not is_byte_level and not bytes_as_tokens <= set(tokens_by_id.values()):
+        raise common.UserError("bits per byte need a tokenizer with all bytes, such as GPT-2's or Llama's")
+
+    def bytes_of_text(token: str) -> int:
+        return len((token if is_byte_level else token.replace("\u2581", " ")).encode())
+
     lengths = np.zeros(max(vocab.values()) + 1, np.int64)
     for i, token in tokens_by_id.items():
-        lengths[i] = len(token)
+        if is_byte_level:
+            lengths[i] = len(token)
+        else:
+            lengths[i] = 1 if token in bytes_as_tokens else bytes_of_text(token)
     for i in added_tokens.keys() - {tokenizer.eos_token_id}:
-        lengths[i] = len(str(added_tokens[i]).encode())
+        lengths[i] = bytes_of_text(str(added_tokens[i]))
     return lengths
 
 

@@ -60,8 +60,9 @@ def generate(loaded: common.Loaded, prompt: str, args: argparse.Namespace) -> li
             generation_config=GenerationConfig(**options),
             streamer=_Streamer(tokenizer),
         )  # (1, T + new)
-        new_ids = out[0, len(context_ids) :]
-        texts.append(str(tokenizer.decode(new_ids[new_ids != tokenizer.eos_token_id])))
+        # Not of the new tokens alone, whose first space some tokenizers drop
+        context, text = (tokenizer.decode(i[i != tokenizer.eos_token_id]) for i in (ids[0], out[0]))
+        texts.append(str(text).removeprefix(str(context)))
     print()
     return texts
 

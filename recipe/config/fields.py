@@ -68,7 +68,7 @@ class DataConfig:
         "", "data set that .bin files without a manifest are from, named as above; for the report and the model card"
     )
     text_column: str = setting("text", "column, or key of JSON objects, that holds the text or its token ids")
-    tokenizer: str = setting("gpt2", "gpt2, or the directory or Hub id of a byte-level BPE tokenizer", path=True)
+    tokenizer: str = setting("gpt2", "gpt2, or the directory or Hub id of a tokenizer that keeps all text", path=True)
     streaming: bool = setting(False, "make shards during training, a few ahead, and delete those already read")
     disk_budget_gb: float = setting(10.0, "disk space for streamed shards on each node, in GB", above=0)
     val_fraction: float = setting(0.01, "fraction of local text held out for validation", min=0, below=1)

@@ -59,12 +59,14 @@ Content = str | np.ndarray  # of a piece, never empty: text, or token ids, (toke
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a document. `document` is the document's number in the data set. `stream` is {"document", "state"}: the
-    number of a document at or before this one, and the reader's state at that document; None at the start."""
+    """A part of a document. `document` is the document's number in the data set, and `is_continuing` says that another
+    part precedes this one. `stream` is {"document", "state"}: the number of a document at or before this one, and the
+    reader's state at that document; None at the start."""
 
     document: int
     content: Content
     stream: dict | None
+    is_continuing: bool = False
 
 
 class Column:
@@ -143,8 +145,9 @@ def tokenized(pieces: Iterable[Piece], tokenizer: GPT2Tokenizer) -> Iterator[tup
     threads = usable_cores()
 
     def encode(batch: list[Piece]) -> list[tuple[Piece, np.ndarray]]:
-        texts = iter(tokenizer.encode([piece.content for piece in batch if isinstance(piece.content, str)]))
-        return [(piece, next(texts) if isinstance(piece.content, str) else piece.content) for piece in batch]
+        texts = [piece.content for piece in batch if isinstance(piece.content, str)]
+        tokens = iter(tokenizer.encode(texts, continuing=batch[0].is_continuing))
+        return [(piece, next(tokens) if isinstance(piece.content, str) else piece.content) for piece in batch]
 
     # Without `with`, which would wait for the threads when an abandoned generator is collected: perhaps while another
     # thread starts, with the lock that their end needs. A pool that is collected ends its threads by itself.
@@ -158,14 +161,16 @@ def tokenized(pieces: Iterable[Piece], tokenizer: GPT2Tokenizer) -> Iterator[tup
 
 
 def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+    """The pieces in batches, of which none is empty and none has both first and continuing pieces."""
     batch, size = [], 0
     for piece in pieces:
-        batch.append(piece)
-        size += len(piece.content)
-        if size >= _BATCH_CHARS:
+        if batch and (size >= _BATCH_CHARS or piece.is_continuing != batch[0].is_continuing):
             yield batch
             batch, size = [], 0
-    yield batch
+        batch.append(piece)
+        size += len(piece.content)
+    if batch:
+        yield batch
 
 
 def in_pieces(text: str) -> Iterator[str]:
@@ -238,7 +243,7 @@ class TextFiles:
                     try:
                         for piece_number, content in self._pieces_in(path, self._starts[number]):
                             document_count += piece_number == 0
-                            yield Piece(document_count - 1, content, file_start)
+                            yield Piece(document_count - 1, content, file_start, piece_number > 0)
                     except UnicodeDecodeError as error:  # whose position is that in a part of the file
                         raise _not_utf8(path, error) from None
             except UserError as error:

@@ -73,8 +73,8 @@ class HubText:
                 for index, row, stream in self._rows(stream):  # noqa: B020  (a retry resumes from there)
                     if index >= next_index:  # a retry repeats up to 255 documents, which does not show that it helps
                         next_index, failures, self._has_succeeded = index + 1, 0, True
-                        for _, content in self.column.pieces(row, self.repo, separated=False):
-                            yield Piece(index, content, stream)
+                        for number, content in self.column.pieces(row, self.repo, separated=False):
+                            yield Piece(index, content, stream, number > 0)
                 return
             except UserError:
                 raise

@@ -1,4 +1,4 @@
-"""The tokenizer of a run: GPT-2's, from the files bundled beside this module, or another byte-level BPE.
+"""The tokenizer of a run: GPT-2's, from the files bundled beside this module, or another whose tokens keep all text.
 
 GPT-2's encodes with tiktoken, and is exported with transformers.
 
@@ -40,6 +40,8 @@ _PROBES = (
 )
 
 _FILES = Path(__file__).parent / "gpt2_bpe"
+# What a tokenizer.json says of a space or "▁" that precedes a text, and of dropping it again, as it is without that
+_NO_PREFIX = {"add_prefix_space": False, "prepend_scheme": "never", "prepend": "", "start": 0}
 _LONG = re.compile(r"\S{1000}")
 # OpenAI's pattern (encoder.py of the gpt2 release), with the possessive quantifiers of tiktoken: same pieces.
 _PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
@@ -107,16 +109,17 @@ class GPT2Tokenizer:
         """The type of its tokens: uint16, or uint32 if there are more than 65,536."""
         return dtype_of(self.vocab_size)
 
-    def encode(self, texts: list[str]) -> list[np.ndarray]:
-        """The tokens of each text, (tokens,), of `dtype`. What looks like end-of-text is ordinary text."""
+    def encode(self, texts: list[str], *, continuing: bool = False) -> list[np.ndarray]:
+        """The tokens of each text, (tokens,), of `dtype`. What looks like end-of-text is ordinary text. With
+        `continuing`, no text is the start of a document, before which some tokenizers put a space."""
         return [encode(text) for text in texts]
 
     def decode(self, ids: list[int]) -> bytes:
-        """The text of tokens: UTF-8 if they form complete characters."""
+        """The text of tokens that continue another text: UTF-8 if they form complete characters."""
         return encoding().decode_bytes(ids)
 
     def vocabulary(self) -> dict[str, int]:
-        """{token in byte-level BPE's alphabet: id}, with the added tokens."""
+        """{token, as it is in tokenizer.json: id}, with the added tokens."""
         return self._tokenizer.get_vocab()
 
     def save(self, directory: Path, max_length: int) -> None:
@@ -127,7 +130,8 @@ class GPT2Tokenizer:
 
 
 class CustomTokenizer(GPT2Tokenizer):
-    """A byte-level BPE tokenizer from a directory or the Hub, loaded by transformers."""
+    """A tokenizer from a directory or the Hub, loaded by transformers: a byte-level BPE, or another whose tokens give
+    the text back, as those of SentencePiece do where its vocabulary has the bytes (Llama 2)."""
 
     def __init__(self, name: str):
         """Raises UserError for a tokenizer that cannot be loaded, or cannot make shards."""
@@ -140,48 +144,54 @@ class CustomTokenizer(GPT2Tokenizer):
         settings = json.loads(self._tokenizer.backend_tokenizer.to_str())
         for token in settings["added_tokens"]:  # text may contain <|user|>, but end-of-text is between documents
             token["special"] = token["content"] == self.end_of_text_token
-        self._bpe = Tokenizer.from_str(json.dumps(settings))
-        self._bpe.encode_special_tokens = True  # as ordinary text
-        self._bpe.no_truncation()
-        self._bpe.no_padding()
-        self._check_keeps_text(name)
-        self.digest = _digest(self._bpe.to_str(), self.end_of_text)
-
-    def encode(self, texts: list[str]) -> list[np.ndarray]:
-        """Like GPT2Tokenizer's, but special tokens other than end-of-text are those tokens."""
-        encodings = self._bpe.encode_batch_fast(texts, add_special_tokens=False)
-        return [np.array(result.ids, self.dtype) for result in encodings]
-
-    def decode(self, ids: list[int]) -> bytes:
-        """Like GPT2Tokenizer's; incomplete characters become U+FFFD."""
-        return self._bpe.decode(ids, skip_special_tokens=False).encode()
-
-    def _check_keeps_text(self, name: str) -> None:
-        """Raises UserError if the tokens of a text are random, or do not decode to it. A normalizer and a prefix space
-        may change it: the model's users expect them."""
-        settings = json.loads(self._bpe.to_str())
         if dropout := settings["model"].get("dropout"):
             raise UserError(
                 f"tokenizer {name} has a dropout of {dropout}, with which the same text has other tokens each time; "
                 'set "dropout" to null in its tokenizer.json'
             )
-        settings |= {"normalizer": None, "pre_tokenizer": _without_prefix_space(settings["pre_tokenizer"])}
-        tokenizer = Tokenizer.from_str(json.dumps(settings))
-        tokenizer.encode_special_tokens = True
-        for probe in _PROBES:
-            ids = tokenizer.encode(probe, add_special_tokens=False).ids
-            if (text := tokenizer.decode(ids, skip_special_tokens=False)) != probe:
-                raise UserError(
-                    f"tokenizer {name} loses text: of {probe[:40]!r}, its tokens give back {text[:40]!r}; give it "
-                    "ByteLevel as its last pre_tokenizer and its decoder, or choose one like GPT-2's"
-                )
+        without_prefix = settings | {
+            part: json.loads(json.dumps(settings[part]), object_hook=_without_prefix)
+            for part in ("normalizer", "pre_tokenizer", "decoder")
+        }
+        _check_keeps_text(name, _backend(without_prefix | {"normalizer": None}))
+        self._backend, self._continuing = _backend(settings), _backend(without_prefix)
+        self.digest = _digest(self._backend.to_str(), self.end_of_text)
+
+    def encode(self, texts: list[str], *, continuing: bool = False) -> list[np.ndarray]:
+        """Like GPT2Tokenizer's, but special tokens other than end-of-text are those tokens."""
+        backend = self._continuing if continuing else self._backend
+        return [
+            np.array(result.ids, self.dtype) for result in backend.encode_batch_fast(texts, add_special_tokens=False)
+        ]
+
+    def decode(self, ids: list[int]) -> bytes:
+        """Like GPT2Tokenizer's; incomplete characters become U+FFFD."""
+        return self._continuing.decode(ids, skip_special_tokens=False).encode()
 
 
-def _without_prefix_space(pre_tokenizer: dict | None) -> dict | None:
-    def changed(pairs: dict) -> dict:
-        return pairs | ({"add_prefix_space": False} if "add_prefix_space" in pairs else {})
+def _without_prefix(pairs: dict) -> dict:
+    return {key: _NO_PREFIX.get(key, value) for key, value in pairs.items()}
 
-    return json.loads(json.dumps(pre_tokenizer), object_hook=changed)
+
+def _backend(settings: dict) -> Tokenizer:
+    """The tokenizer of a tokenizer.json for texts of any length."""
+    backend = Tokenizer.from_str(json.dumps(settings))
+    backend.encode_special_tokens = True  # as ordinary text
+    backend.no_truncation()
+    backend.no_padding()
+    return backend
+
+
+def _check_keeps_text(name: str, tokenizer: Tokenizer) -> None:
+    """Raises UserError if the tokens of a text do not decode to it. `tokenizer` has no normalizer and no prefix space,
+    which may change a text: the model's users expect them."""
+    for probe in _PROBES:
+        ids = tokenizer.encode(probe, add_special_tokens=False).ids
+        if (text := tokenizer.decode(ids, skip_special_tokens=False)) != probe:
+            raise UserError(
+                f"tokenizer {name} loses text: of {probe[:40]!r}, its tokens give back {text[:40]!r}; give it "
+                "ByteLevel as its last pre_tokenizer and its decoder, or choose one like GPT-2's or Llama's"
+            )
 
 
 def _digest(tokenizer_json: str, end_of_text: int) -> str:
@@ -216,8 +226,11 @@ def _load(name: str) -> PreTrainedTokenizerFast:
             f"tokenizer {name} cannot be loaded ({first_line(error)}); give a directory that "
             "holds tokenizer.json, ORG/NAME on the Hub, or gpt2"
         ) from None
-    if not isinstance(tokenizer, PreTrainedTokenizerFast) or not _is_byte_level(tokenizer):
-        raise UserError(f"tokenizer {name} is not a byte-level BPE, the only kind supported; choose one like GPT-2's")
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        kind = type(tokenizer).__name__
+        raise UserError(
+            f"tokenizer {name} is a {kind}, which has no tokenizer.json; choose one like GPT-2's or Llama's"
+        )
     if tokenizer.eos_token_id is None:
         raise UserError(
             f"tokenizer {name} has no eos_token, which precedes each document; set one with "
@@ -239,16 +252,6 @@ def _without_added(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFas
         chat_template=tokenizer.chat_template,
         **tokenizer.special_tokens_map,
     )
-
-
-def _is_byte_level(tokenizer: PreTrainedTokenizerFast) -> bool:
-    from tokenizers.models import BPE
-    from tokenizers.pre_tokenizers import ByteLevel
-
-    added_ids, alphabet = tokenizer.added_tokens_decoder, set(ByteLevel.alphabet())
-    tokens = {token for token, token_id in tokenizer.get_vocab().items() if token_id not in added_ids}
-    byte_level = alphabet <= tokens and set("".join(tokens)) <= alphabet
-    return byte_level and isinstance(tokenizer.backend_tokenizer.model, BPE)
 
 
 def train_tokenizer(texts: Iterable[str], directory: Path | str, vocab_size: int) -> Path:

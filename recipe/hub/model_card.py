@@ -167,7 +167,7 @@ def _data_rows(state: dict, text: dict) -> dict[str, object]:
     tokens, files = sum(count for _, count, _ in shards), text.get("files", [])
     length, tokenizer = state["config"]["sequence_length"], state["tokenizer"]
     read_at_once = sum((count - 1) // length * length for _, count, _ in shards)  # of the windows of an epoch
-    tokenizer_name = "GPT-2's" if tokenizer["digest"] == GPT2 else f"{tokenizer['name']}, a"
+    tokenizer_name = "GPT-2's" if tokenizer["digest"] == GPT2 else tokenizer["name"]
     return {
         "text": text["text"],
         "share": f"{text['share']:.1%} of every 1,000 sequences" if text["share"] < 1 else None,
@@ -177,7 +177,7 @@ def _data_rows(state: dict, text: dict) -> dict[str, object]:
         "shards": f"{len(shards):,} with {tokens:,} tokens" + ("" if complete else " so far"),
         "epochs": si(text["share"] * state["tokens"] / read_at_once) if complete and read_at_once else None,
         "SHA-256 of the shard": shards[0][2] if len(shards) == 1 else None,
-        "tokenizer": f"{tokenizer_name} byte-level BPE, {state['config'].get('vocab_size', 50257):,} tokens",
+        "tokenizer": f"{tokenizer_name}, {state['config'].get('vocab_size', 50257):,} tokens",
     }
 
 

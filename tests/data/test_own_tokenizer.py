@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from huggingface_hub import ModelCard
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -103,6 +103,54 @@ def test_any_text_has_transformers_ids_and_comes_back(tmp_path):
         assert tokenizer.end_of_text not in ids
         assert ids.tolist() == hf_tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
         assert byte_lengths(hf_tokenizer)[[*ids, tokenizer.end_of_text]].sum() == len(text.encode())
+
+
+def sentencepiece_bpe() -> Tokenizer:
+    """With a space before each text, as of Llama 2: whether or not the text has one."""
+    bytes_and_end = [f"<0x{byte:02X}>" for byte in range(256)] + [END, "\u2581", *"ROME:abc", "\u2581R", "\u2581a"]
+    vocabulary = {token: i for i, token in enumerate(bytes_and_end)}
+    merges = [("\u2581", "R"), ("\u2581", "a")]
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, byte_fallback=True, fuse_unk=True))
+    tokenizer.add_special_tokens([END])
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    parts = decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)
+    tokenizer.decoder = decoders.Sequence([*parts])
+    return tokenizer
+
+
+def sentencepiece_unigram() -> Tokenizer:
+    """With a space before a text that has none."""
+    pieces = [
+        ("<unk>", 0),
+        (END, 0),
+        *((f"<0x{byte:02X}>", -9) for byte in range(256)),
+        ("\u2581", -2),
+        ("\u2581R", -2),
+    ]
+    tokenizer = Tokenizer(models.Unigram([*pieces, *((letter, -3) for letter in "ROME:abc")], 0, byte_fallback=True))
+    tokenizer.add_special_tokens([END])
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=False)
+    parts = decoders.ByteFallback(), decoders.Metaspace(prepend_scheme="always", split=False)
+    tokenizer.decoder = decoders.Sequence([*parts])
+    return tokenizer
+
+
+@pytest.mark.parametrize("make", [sentencepiece_bpe, sentencepiece_unigram])
+def test_a_text_comes_back_from_sentencepieces_tokens(tmp_path, monkeypatch, make):
+    """With the ids of transformers, however long it is; in training its pieces are tokenized by themselves."""
+    monkeypatch.setattr("recipe.data.documents.PIECE", 50)
+    own = save(make(), tmp_path / "own")
+    hf_tokenizer, tokenizer = AutoTokenizer.from_pretrained(own), open_tokenizer(own)
+    texts = ["ROMEO: a b\n" * 30 + ODD.replace(END, "it") + "ab", "ROMEO:\n\nab " * 30, "ab"]
+    write_jsonl(tmp_path / "d.jsonl", texts)
+    prepare(data_of(tmp_path / "d.jsonl", tmp_path / "out", tokenizer=own, val_fraction=0))
+    tokens = tokens_in(tmp_path / "out", "train")
+    ids = [hf_tokenizer.encode(text, add_special_tokens=False) for text in texts]
+    assert tokens == [token for i in ids for token in (tokenizer.end_of_text, *i)]
+    assert [hf_tokenizer.decode(i) for i in ids] == texts
+    spaces = len(texts)  # one is put before each text
+    assert byte_lengths(hf_tokenizer)[tokens].sum() == len("".join(texts).encode()) + spaces
+    assert tokenizer.decode(tokenizer.encode([" ab"], continuing=True)[0].tolist()) == b" ab", "as of a sample"
 
 
 def test_its_special_tokens_in_a_text_are_the_ids_that_a_prompt_has(tmp_path, capsys):
@@ -218,7 +266,7 @@ def test_published_losses_are_not_shown_beside_those_of_other_tokens(trained_run
     (findings,) = write_report([run], tmp_path)
     assert not [finding for finding in findings if finding.kind == "bad"], findings
     card = ModelCard(model_card(checkpoint))
-    assert "| tokenizer | own, a byte-level BPE, 600 tokens |" in card.text
+    assert "| tokenizer | own, 600 tokens |" in card.text
     escaped = r"\<\|done\|\>"  # the tokenizer's files may hold markup
     assert f"Token {state['tokenizer']['end_of_text']}, {escaped}, preceded each document" in card.text
     assert str(root) not in card.content
@@ -375,7 +423,7 @@ def test_tokenizers_that_cannot_make_shards_are_refused(tmp_path):
     (tmp_path / "empty").mkdir()
     cases = {
         save(train_tokenizer(), tmp_path / "no_end", eos_token=None): "has no eos_token, which precedes each document",
-        save(characters, tmp_path / "characters"): "is not a byte-level BPE, the only kind supported",
+        save(characters, tmp_path / "characters"): "loses text: of 'One .*', its tokens give back ''",
         save(words, tmp_path / "words"): "loses text: of .*; give it ByteLevel as its last pre_tokenizer",
         save(broken, tmp_path / "broken"): "loses text: of ",
         save(random, tmp_path / "random"): 'has a dropout of 0.1, .* set "dropout" to null in its tokenizer.json',
