@@ -34,8 +34,11 @@ SHARD_FIELDS = (
 
 def resolve(data: DataConfig) -> DataConfig:
     """Resolves names: `dataset_name` becomes the directory, file or glob of the shards, and `train_text` the text they
-    are made from, if any. Shards of a text get a directory of their own under data/, so that they never mix with other
-    files."""
+    are made from, if any; likewise `val_data` and `val_text`. Shards of a text get a directory of their own under
+    data/, so that they never mix with other files."""
+    if is_text(data.val_data):
+        shards = f"{_directory_of(data.val_data, data)}/train_*.bin"
+        data = dataclasses.replace(data, val_text=data.val_data, val_data=shards)
     name = data.train_text or data.dataset_name
     on_hub = is_on_hub(name)
     if not (data.train_text or on_hub or is_text(name)):

@@ -59,7 +59,9 @@ class DataConfig:
         "(docs/data.md)",
         path=True,
     )
-    val_data: str = setting("", "validation shards: directory, file or glob (empty: from dataset_name)", path=True)
+    val_data: str = setting(
+        "", "validation text or shards: directory, file or glob (empty: from dataset_name)", path=True
+    )
     train_text: str = setting("", "path or Hub data set to tokenize into the directory dataset_name", path=True)
     dataset_config: str = setting("", "subset of a Hub data set, such as sample-10BT")
     dataset_split: str = setting("train", "split of a Hub data set")
@@ -78,6 +80,7 @@ class DataConfig:
     shard_tokens: int = setting(100_000_000, "tokens per shard; the first shards are smaller", min=1, below=2**31)
     sequence_length: int = setting(1024, "tokens per sequence", min=1)
     mixture: tuple["MixtureEntry", ...] = ()  # derived from a dataset_name that is a list, which is then empty
+    val_text: str = ""  # derived from a val_data that is text, which then names the shards made of it
 
 
 # The fields that decide the shapes of a model's tensors, under the names that transformers gives them.
@@ -288,6 +291,7 @@ class Config:
         """All fields as one flat dict for JSON. The `dataset_name` of a mixture is a list of {"name": directory,
         "weight": share, and the fields that differ from the run's}."""
         values = {name: value for part in vars(self).values() for name, value in vars(part).items()}
+        del values["val_text"]
         if mixture := values.pop("mixture"):
             values["dataset_name"] = [self._flat_entry(entry) for entry in mixture]
         return values

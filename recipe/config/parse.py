@@ -11,7 +11,7 @@ from pathlib import Path
 
 import yaml
 
-from recipe.config.catalog import DATA_NAMES, REPO_NAME, SHARD_FIELDS, is_on_hub, is_text
+from recipe.config.catalog import DATA_NAMES, REPO_NAME, SHARD_FIELDS, is_on_hub
 from recipe.config.fields import (
     DATA_SET_FIELDS,
     DEFAULT_RECIPE,
@@ -235,12 +235,6 @@ def _check_data(data: DataConfig) -> None:
         check_repo_name(data.dataset_source, "dataset_source")
         if data.train_text:
             raise UserError(f"dataset_source is for .bin files, but {data.train_text} is text; remove dataset_source")
-    if is_text(data.val_data):
-        raise UserError(
-            f"val_data {data.val_data} is text, but must be shards: run python -m recipe.data.prepare with "
-            "--val_fraction 0, --dataset_name data/val, the text as --train_text and the run's tokenizer, then give "
-            "--val_data 'data/val/train_*.bin'"
-        )
     if data.streaming and not data.train_text:
         raise UserError(
             f"streaming needs text, and dataset_name {data.dataset_name} is not text; name text, or set streaming false"

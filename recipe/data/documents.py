@@ -223,7 +223,8 @@ class TextFiles:
             logger.info("data       %s skipped: %s", plural(len(skipped), "file"), kinds)
         if Path(self._name).is_dir() and (splits := held_out([os.path.relpath(p, self._name) for p in self.paths])):
             message = (
-                "data       %s, beside a training split, is trained on, too; a quoted glob can name that split alone"
+                "data       %s, beside a training split, is trained on, too; quoted globs in dataset_name and val_data "
+                "can name a split each"
             )
             logger.warning(message, f"{splits[0]} and {len(splits) - 1} more" if splits[1:] else splits[0])
 

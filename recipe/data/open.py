@@ -11,8 +11,8 @@ from recipe.config import MIXTURE_PERIOD, BatchPlan, Config, DataConfig, Mixture
 from recipe.data.builder import Builder
 from recipe.data.dataset import TokenDataset, check_data, check_same_data
 from recipe.data.mixed import Dataset, MixedDataset, windows_before
-from recipe.data.prepare import must_prepare, prepare
-from recipe.data.producer import Producer
+from recipe.data.prepare import must_prepare, prepare, texts_of
+from recipe.data.producer import Producer, open_text
 from recipe.data.shards import Manifest, Shard, check_tokenizer, find_shards
 from recipe.data.stream import BuilderProcess, StreamedDataset, open_manifest
 from recipe.data.tokenizer import open_tokenizer
@@ -43,10 +43,11 @@ def open_datasets(
         for entry, is_stream, first_window, saved in zip(entries, streamed, first_windows, saved_states, strict=True):
             data = replace(entry.data, disk_budget_gb=entry.data.disk_budget_gb / max(1, sum(streamed)))
             settings = data.sequence_length, _share_of_batch(batch, entry), run.seed, config.model.vocab_size
+            missing = partial(_prepare_missing, texts_of(data)[is_stream:])
+            processes.in_turns(missing, "the data cannot be prepared")
             if is_stream:
                 train, validation = _open_stream(data, settings, processes, first_window, saved, stack)
             else:
-                processes.in_turns(partial(_prepare_missing, data), "the data cannot be prepared")
                 sequences = 0 if config.undecided else config.optimizer.max_steps * batch.sequences * entry.share
                 train, validation = _open_prepared(data, settings, sequences)
             train_sets.append(train)
@@ -69,9 +70,9 @@ def _share_of_batch(batch: BatchPlan, entry: MixtureEntry) -> int:
     return -(-batch.sequences * entry.count // MIXTURE_PERIOD)
 
 
-def _prepare_missing(data: DataConfig) -> None:
-    if must_prepare(data):
-        prepare(data)
+def _prepare_missing(texts: list[DataConfig]) -> None:
+    for text in filter(must_prepare, texts):
+        prepare(text)
 
 
 def _check_same_on_all_nodes(datasets: list[TokenDataset], processes: Processes) -> None:
@@ -95,7 +96,7 @@ def training_windows(config: Config) -> int:
     if is_mixture or _is_streamed(data):
         kind = "a mixture" if is_mixture else f"a stream ({data.dataset_name})"
         raise UserError(f"num_train_epochs needs one prepared data set, but the data are {kind}; set max_steps")
-    if must_prepare(data):
+    if data.train_text and must_prepare(data):
         if config.run.dry_run:
             raise UserError(
                 f"num_train_epochs: the length of {data.dataset_name} is not known before the text is prepared; run "
@@ -117,17 +118,16 @@ def state_on_disk(data: DataConfig) -> dict:
 def check_dataset(entry: MixtureEntry, batch: BatchPlan, steps: int) -> None:
     """For a dry run of `steps` steps: logs how a data set would be read; prepares and downloads nothing. Raises
     UserError if it cannot be opened, and Unreachable if only the Hub knows that and does not answer."""
-    data = entry.data
+    data, is_stream = entry.data, _is_streamed(entry.data)
     _check_validation(data)
-    if _is_streamed(data):
+    if is_stream:
         logger.info("data       %s, streamed into %s", _text_name(data), data.dataset_name)
         Builder(data, readers=1).producer.source.newest()
-    elif must_prepare(data):
-        source = Producer(data).source
-        if next(source.pieces(), None) is None:  # raises if the text cannot be read
-            raise UserError(f"{source}: holds no text")
-        logger.info("data       %s, to be prepared as shards in %s", _text_name(data), data.dataset_name)
-    else:
+    missing = [*filter(must_prepare, texts_of(data)[is_stream:])]
+    for text in missing:
+        _check_holds_text(text)
+        logger.info("data       %s, to be prepared as shards in %s", _text_name(text), text.dataset_name)
+    if not is_stream and not missing:
         settings = data.sequence_length, _share_of_batch(batch, entry), 0
         train, validation = _open_prepared(data, settings, steps * batch.sequences * entry.share)
         check_data([train], [validation])
@@ -142,8 +142,8 @@ def _open_prepared(data: DataConfig, settings: tuple[int, ...], sequences: float
     """`settings` are TokenDataset's arguments after `shards`; the run reads `sequences` sequences (0: unknown)."""
     train, val = _shards(data, data.dataset_name, "train"), _validation_shards(data)
     sizes = [f"{sum(s.tokens for s in shards):,} tokens in {plural(len(shards), 'shard')}" for shards in (train, val)]
-    manifest = Manifest.load(Path(data.val_data or data.dataset_name))
-    kind = manifest.validation if manifest else ""
+    manifest = Manifest.load(Path(data.dataset_name))
+    kind = f" of {data.val_text or data.val_data}" if data.val_data else manifest.validation if manifest else ""
     logger.info("data       %s: %s; validation %s%s", data.dataset_name, *sizes, kind)
     datasets = TokenDataset(train, *settings), TokenDataset(val, *settings)
     if sequences and (windows := datasets[0].windows):
@@ -165,11 +165,19 @@ def _validation_shards(data: DataConfig) -> list[Shard]:
 
 def _check_validation(data: DataConfig) -> None:
     """For text, which takes long to prepare: raises UserError if the run will have no validation data."""
-    if data.train_text and data.val_data:
+    if data.val_text:
+        _check_holds_text(texts_of(data)[-1])
+    elif data.train_text and data.val_data:
         _validation_shards(data)
     elif data.train_text and not data.val_fraction and not Producer(data).val_documents:
         problem = f"val_fraction 0 holds out nothing of {data.train_text} for validation"
-        raise UserError(f"{problem}; set it above 0, or name shards in val_data")
+        raise UserError(f"{problem}; set it above 0, or name other text or shards in val_data")
+
+
+def _check_holds_text(data: DataConfig) -> None:
+    source = open_text(data)
+    if next(source.pieces(), None) is None:  # raises if the text cannot be read
+        raise UserError(f"{source}: holds no text")
 
 
 def _shards(data: DataConfig, name: str, split: str) -> list[Shard]:

@@ -7,10 +7,12 @@ If it is killed at any moment, the same command continues after the last finishe
 """
 
 import logging
+import os
 import sys
 import time
 from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import filelock
@@ -36,12 +38,11 @@ def main(argv: list[str] | None = None) -> int:
     set_up_logging()
     try:
         data_configs = [entry.data for entry in data_sets(parse_config(argv).data)]
-        if not any(data.train_text for data in data_configs):
+        if not (texts := [text for data in data_configs for text in texts_of(data)]):
             find_shards(name := data_configs[0].dataset_name, "train")  # raises if there is nothing of that name
             raise UserError(f"dataset_name {name} holds shards, which need no preparation; name text")
-        for data in data_configs:
-            if data.train_text:  # otherwise it names shards
-                prepare(data)
+        for text in texts:
+            prepare(text)
     except (UserError, OSError) as error:
         print(f"error: {redact(in_words(error))}", file=sys.stderr)
         return ExitCode.USER_ERROR
@@ -49,6 +50,15 @@ def main(argv: list[str] | None = None) -> int:
         print("\ninterrupted; the same command continues after the last finished shard", file=sys.stderr)
         return ExitCode.INTERRUPTED
     return ExitCode.DONE
+
+
+def texts_of(data: DataConfig) -> list[DataConfig]:
+    """What `prepare` makes of a data set: its training text, if it is text, and that of its validation."""
+    texts = [data] if data.train_text else []
+    if data.val_text:
+        text = {"train_text": data.val_text, "dataset_name": os.path.dirname(data.val_data), "streaming": False}
+        texts.append(replace(data, **text, val_data="", val_text="", val_fraction=0.0, val_documents=0))
+    return texts
 
 
 def prepare(data: DataConfig) -> Manifest:
@@ -80,8 +90,6 @@ def prepare(data: DataConfig) -> Manifest:
 def must_prepare(data: DataConfig) -> bool:
     """Whether local text must be prepared before a run. Raises UserError if the directory holds shards of another text
     or with other settings, and for a Hub data set: it takes hours, too long for the other processes to wait."""
-    if not data.train_text:
-        return False
     producer = Producer(data)
     if producer.finished():
         return False
@@ -124,9 +132,10 @@ def _progress(producer: Producer) -> Generator[None, None, None]:
 
 
 def _summary(manifest: Manifest) -> str:
-    train, val = (f"{manifest.tokens(split):,}" for split in ("train", "val"))
+    train, val = manifest.tokens("train"), manifest.tokens("val")
     sizes = plural(len(manifest.shards), "shard"), plural(manifest.documents, "document")
-    return f"{' of '.join(sizes)}: {train} training and {val} validation tokens{manifest.validation}"
+    tokens = f"{train:,} training and {val:,} validation tokens{manifest.validation}" if val else f"{train:,} tokens"
+    return f"{' of '.join(sizes)}: {tokens}"
 
 
 if __name__ == "__main__":

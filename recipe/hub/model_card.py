@@ -16,7 +16,7 @@ from eval.published import ACCURACIES, HELLASWAG_ROWS
 from eval.scores import all_scores, comparison_row, hellaswag_scores, score, table_row, text_dataset
 from recipe.checkpoint.format import state_of
 from recipe.config import DEFAULTS, SHAPE_FIELDS, UNDECIDED, ModelConfig, entries_in, hyperparameters
-from recipe.config.catalog import DATASETS
+from recipe.config.catalog import DATASETS, short_name
 from recipe.data.tokenizer import GPT2
 from recipe.estimate.memory import parameter_count
 from recipe.utils.checkpoints import read_metrics
@@ -108,7 +108,7 @@ def _run_scores(line: dict, config: dict, texts: list[dict]) -> Iterator[dict]:
     tokens = config.get("eval_tokens", 0) // len(texts)  # the data sets of a mixture share them equally
     tokens = f", at most {tokens:,} tokens{' of each' * (len(texts) > 1)}" if tokens else ""
     if config.get("val_data"):
-        data = text_dataset(Path(config["val_data"]).name)
+        data = text_dataset(short_name(config["val_data"]))
     else:
         data = text_dataset(" + ".join(text["name"] for text in texts) + ", held out")
         if len(texts) == 1 and (id := texts[0].get("id")):

@@ -11,14 +11,16 @@ import datasets
 import numpy as np
 import pytest
 
+from eval.common import trainer_config
 from eval.curves import read_run
+from eval.perplexity import shard_windows
 from recipe.config import DataConfig, batch_arithmetic, parse_config
 from recipe.config.catalog import is_text, text_files
 from recipe.data.documents import Column, TextFiles
 from recipe.data.open import open_datasets
 from recipe.data.prepare import must_prepare, prepare
 from recipe.data.producer import open_text
-from recipe.data.shards import Manifest
+from recipe.data.shards import Manifest, open_shard
 from recipe.data.tokenizer import encode, open_tokenizer, train_tokenizer
 from recipe.utils.errors import UserError
 from recipe.utils.processes import Processes
@@ -73,20 +75,45 @@ def test_text_may_be_in_the_directory_of_shards_or_of_runs(workdir, name):
 
 
 def test_with_val_data_all_of_the_text_is_trained_on(workdir, in_process):
+    """Whether val_data names shards or text."""
     write_jsonl(workdir / "train.jsonl", DOCUMENTS[:30])
     (workdir / "val.txt").write_text(TEXT[5000:9000])
-    with pytest.raises(UserError, match=r"val_data val\.txt is text, but must be shards"):
-        parse_config(["--dataset_name=train.jsonl", "--val_data=val.txt"])
-    command = [*SMALL, "--dataset_name=train.jsonl", "--val_data=no"]
-    for dry_run in ([], ["--dry_run"]):
-        code, _, error = in_process([*command, *dry_run])
-        assert (code, "val_data no: no such" in error) == (2, True), error
-        assert not (workdir / "data").exists()  # nothing was tokenized
+    (workdir / "empty.txt").touch()
+    for val_data, message in (("no", "val_data no: no such"), ("empty.txt", "empty.txt: holds no text")):
+        command = [*SMALL, "--dataset_name=train.jsonl", f"--val_data={val_data}"]
+        for extra in ([], ["--dry_run"], ["--val_documents=5", "--streaming=true"]):
+            code, _, error = in_process([*command, *extra])
+            assert (code, message in error) == (2, True), error
+            assert not (workdir / "data").exists()  # nothing was tokenized
     prepare(data_of("val.txt", "data/val", val_fraction=0.0))
-    for fields in ([], ["--val_documents=5"], ["--val_documents=5", "--streaming=true"]):
-        _, validation, data = opened("--dataset_name=train.jsonl", "--val_data=data/val/train_*.bin", *fields)
-        assert tokens_in(data.dataset_name, "train") == tokens_of(DOCUMENTS[:30])
-        assert sum(shard.tokens for shard in validation.shards) == len(tokens_of([TEXT[5000:9000]]))
+    for val_data in ("data/val/train_*.bin", "val.txt"):
+        for fields in ([], ["--val_documents=5"], ["--val_documents=5", "--streaming=true"]):
+            _, validation, data = opened("--dataset_name=train.jsonl", f"--val_data={val_data}", *fields)
+            assert tokens_in(data.dataset_name, "train") == tokens_of(DOCUMENTS[:30])
+            tokens = np.concatenate([open_shard(shard).read() for shard in validation.shards]).tolist()
+            assert tokens == tokens_of([TEXT[5000:9000]])
+
+
+def test_a_text_for_validation_alone(workdir, in_process):
+    """Beside shards, and in an entry of a mixture; `prepare` makes its shards, which evaluation reads."""
+    write_shard(workdir / "train.bin", tokens_of(DOCUMENTS[:30]))
+    write_jsonl(workdir / "train.jsonl", DOCUMENTS[:30])
+    (workdir / "val.txt").write_text(TEXT[5000:9000])
+    fields = ["--dataset_name=train.bin", "--val_data=val.txt"]
+    code, output, _ = in_process([*SMALL, *fields, "--dry_run"])
+    assert (code, "val.txt, to be prepared as shards in data/val-" in output) == (0, True)
+    assert in_process(["prepare", *fields])[0] == 0
+    code, output, _ = in_process([*SMALL, *fields, "--run_name=r"])
+    is_shown = "validation 1,131 tokens in 1 shard of val.txt" in output
+    assert (code, "tokenizing" in output, is_shown) == (0, False, True), output
+    code, output, _ = in_process([*SMALL, *fields, "--run_name=r", "--max_steps=4"])
+    assert (code, "from step 2" in output, "resuming with val" in output) == (0, True, False), output
+    (checkpoint,) = workdir.glob("runs/r/step_*4")
+    windows, *_ = shard_windows(trainer_config(checkpoint)["val_data"], 32)
+    assert windows[0].tolist() == tokens_of([TEXT[5000:9000]])[:33], "make eval-val finds them"
+    entries = "[{name: train.bin, weight: 1, val_data: val.txt}, {name: train.jsonl, weight: 1, val_data: val.txt}]"
+    code, output, _ = in_process([*SMALL, f"--dataset_name={entries}", "--run_name=mixed"])
+    assert code == 0, output
 
 
 @pytest.mark.parametrize("extra", ["--dry_run", "--max_steps=2", "--num_train_epochs=1", "--streaming=true"])
@@ -404,7 +431,7 @@ def test_splits_beside_a_training_split_are_a_warning(tmp_path, caplog, names, w
         text.pin(Manifest({}, {}))
         assert len(text.paths) == len(names)
         expected = [f"data       {warning}, beside a training split, is trained on, too; "] if warning else []
-        assert [message.partition("a quoted")[0] for message in caplog.messages] == (
+        assert [message.partition("quoted")[0] for message in caplog.messages] == (
             expected if path == tmp_path else []
         )
         caplog.clear()

@@ -210,7 +210,7 @@ def test_an_epoch_is_that_of_the_trainers_windows(card):
     ("config", "data"),
     [
         ({"dataset_name": "~/shards/"}, ("HuggingFaceFW/fineweb-edu", "HuggingFaceFW/fineweb-edu, held out")),
-        ({"dataset_name": "~/x/train*.bin", "val_data": "~/x/val*.bin"}, ("text", "val*.bin")),
+        ({"dataset_name": "~/x/train*.bin", "val_data": "~/val-1a2b3c4d/train_*.bin"}, ("text", "val")),
         ({"dataset_name": "~/shards", "val_data": "~/of_news/"}, ("text", "of_news")),
     ],
 )
