@@ -174,7 +174,7 @@ MISTAKES = {
             init_from=box.finished / "step_00000020",
             output_dir=box.run,
         ),
-        "step_00000020 has n_layer 2 (recipe: 1); set the recipe's fields to match",
+        "step_00000020 has n_layer 2 (recipe: 1); add --n_layer 2",
     ),
     "run_name": (lambda box: box.train(run_name="../x"), "run_name '../x' must be letters", "output_dir"),
 }

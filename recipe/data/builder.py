@@ -55,8 +55,8 @@ class Builder:
         self.producer = Producer(data)
         if self.producer.val_fraction:
             raise UserError(
-                "streaming local text needs val_documents, the number of documents at its start to hold out for "
-                "validation (val_fraction would need all of the text first), or set streaming to false"
+                "streaming local text needs val_data, or val_documents, the number of documents at its start to hold "
+                "out for validation (val_fraction would need all of the text first), or set streaming to false"
             )
 
     def run(self, commit: str | None, saved_manifest: Manifest | None) -> None:

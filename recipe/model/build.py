@@ -1,6 +1,7 @@
 """Builds the model that a configuration describes, with its initial weights."""
 
 import json
+import shlex
 from functools import partial
 from pathlib import Path
 
@@ -68,6 +69,7 @@ def _check_config(config: Config, directory: str) -> None:
     if directory == model.init_from:  # first: a missing config.json would be read as GPT-2's
         weight_files(directory)
     init_config = read_config(directory)
+    differences, flags = list[str](), list[str]()
     paths = (Path(directory) / name for name in _CONFIG_FILES[1:])
     if path := next((path for path in paths if path.is_file()), None):
         with reading(path, "copy or download it again"):  # vocab.json is how older versions of transformers save it
@@ -75,17 +77,24 @@ def _check_config(config: Config, directory: str) -> None:
             tokens = (json.loads(path.read_bytes()) if is_old else Tokenizer.from_file(str(path)).get_vocab()).items()
         own_tokens = tokenizer.vocabulary().items()  # either may have more, such as a padding token
         if not (tokens <= own_tokens or own_tokens <= tokens):
-            problem = f"was trained with another tokenizer than {tokenizer.name}"
-            raise UserError(f"init_from {model.init_from} {problem}; add --tokenizer {model.init_from}")
-    if init_config.vocab_size != model.vocab_size:
+            differences.append(f"was trained with another tokenizer than {tokenizer.name}")
+            flags.append(f"--tokenizer {shlex.quote(model.init_from)}")
+    if not flags and init_config.vocab_size != model.vocab_size:
         raise UserError(
             f"init_from {model.init_from} has {init_config.vocab_size:,} embeddings, and tokenizer {tokenizer.name} "
             f"{model.vocab_size:,} tokens; set tokenizer to that of the weights, or cut or extend the embeddings with "
             f"transformers: model.resize_token_embeddings({model.vocab_size})"
         )
-    shapes = {k: getattr(init_config, k) for k in SHAPE_FIELDS}
-    if mismatches := [f"{k} {v} (recipe: {getattr(model, k)})" for k, v in shapes.items() if v != getattr(model, k)]:
-        raise UserError(f"init_from {model.init_from} has {', '.join(mismatches)}; set the recipe's fields to match")
+    shape = {name: getattr(init_config, name) for name in SHAPE_FIELDS if name != "vocab_size"}
+    shape = {name: value for name, value in shape.items() if value != getattr(model, name)}
+    if shape:
+        values = (f"{name} {value} (recipe: {getattr(model, name)})" for name, value in shape.items())
+        differences.append(f"has {', '.join(values)}")
+        if init_config.n_positions < config.data.sequence_length:
+            shape["sequence_length"] = init_config.n_positions
+        flags += [f"--{name} {value}" for name, value in shape.items()]
+    if flags:
+        raise UserError(f"init_from {model.init_from} {' and '.join(differences)}; add {' '.join(flags)}")
     if init_config.n_inner not in (None, 4 * model.n_embd):
         raise UserError(f"init_from {model.init_from} has n_inner {init_config.n_inner}; a recipe's is 4 n_embd")
     check_supported(init_config, f"init_from {model.init_from}")

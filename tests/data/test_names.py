@@ -431,9 +431,7 @@ def test_splits_beside_a_training_split_are_a_warning(tmp_path, caplog, names, w
         text.pin(Manifest({}, {}))
         assert len(text.paths) == len(names)
         expected = [f"data       {warning}, beside a training split, is trained on, too; "] if warning else []
-        assert [message.partition("quoted")[0] for message in caplog.messages] == (
-            expected if path == tmp_path else []
-        )
+        assert [message.partition("quoted")[0] for message in caplog.messages] == (expected if path == tmp_path else [])
         caplog.clear()
 
 

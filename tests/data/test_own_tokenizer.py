@@ -401,6 +401,10 @@ def test_weights_of_another_vocabulary_are_refused(trained_run, tmp_path):
         assert f"init_from {checkpoint} was trained with another tokenizer than " in error
         assert f"; add --tokenizer {checkpoint}" in error
         assert not (tmp_path / "data").exists()  # nothing was tokenized
+    other_shape = "--n_layer=1", "--n_positions=128", "--sequence_length=128", "--total_batch_tokens=512"
+    error = start("gpt2", checkpoint, *other_shape).stderr.strip()
+    assert " than gpt2 and has n_layer 2 (recipe: 1), n_positions 64 (recipe: 128); add --tokenizer " in error
+    ok(start("gpt2", checkpoint, *other_shape, *error.partition("; add ")[2].split(), "--dry_run"))
     old = shutil.copytree(exported, tmp_path / "old")  # as transformers saved a tokenizer in 2020
     (old / "tokenizer.json").unlink()
     ids = open_tokenizer("gpt2").vocabulary()

@@ -184,7 +184,7 @@ def alive(pid):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"val_documents": 0}, "streaming local text needs val_documents"),
+        ({"val_documents": 0}, "streaming local text needs val_data, or val_documents"),
         ({"disk_budget_gb": 1e-5}, r"disk_budget_gb 1e-05: .* lower shard_tokens"),
         ({"val_documents": 10_000}, "no text beyond .*; lower val_documents"),
     ],
