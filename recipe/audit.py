@@ -131,7 +131,7 @@ def options_of(interval: Interval, directory: Path, repo: str, flags: list[str])
     if part["from_step"] > interval.first:
         step = f"{part['from_step']:,}"
         raise NotComparable(f"settings, code or processes changed at step {step}, of which there is no checkpoint")
-    values = {name: copy.deepcopy(value) for name, value in part["config"].items() if name in FIELDS}
+    values = {name: copy.deepcopy(value) for name, value in part["config"].items() if name in {*FIELDS, "val_text"}}
     values |= {"precision": part["precision"], "report_to": "none", "push_to_hub": False, "train_hours": 0.0}
     replaced = {flag.partition("=")[0].removeprefix("--") for flag in flags}
     if replaced & {"dataset_name", "train_text"}:
@@ -139,6 +139,8 @@ def options_of(interval: Interval, directory: Path, repo: str, flags: list[str])
     dataset_name, data_states = values["dataset_name"], entries_in(state["data"])
     for number, entry in enumerate(dataset_name if isinstance(dataset_name, list) else [values]):  # changed in place
         key = "dataset_name" if entry is values else "name"
+        if val_text := entry.pop("val_text", ""):
+            entry["val_data"] = val_text
         sources = values | entry | {"dataset_name": entry.get("train_text") or entry[key]}
         for field in ("dataset_name", "val_data", "init_from", "tokenizer"):
             path = sources.get(field, "")

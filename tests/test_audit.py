@@ -22,7 +22,7 @@ from recipe.monitor.metrics import sha256_before
 from recipe.utils.checkpoints import checkpoints
 from tests import processes as programs
 from tests.checkpoint import change_state, replace_files
-from tests.conftest import ROOT, SHAKESPEARE, TINY, forget_after, launch, metrics, ok, tiny_flags, train
+from tests.conftest import ROOT, SHAKESPEARE, TINY, forget_after, launch, metrics, ok, run_train, tiny_flags, train
 
 KEPT = {"save_steps": 5, "save_total_limit": 9, "logging_steps": 2, "sample_steps": 10}
 STEPS = [f"step_{step:08d}" for step in (5, 10, 15, 20)]
@@ -468,6 +468,15 @@ def test_a_forgery_on_two_processes_is_found(shards, once, tmp_path, capsys, mon
     honest = "to the bit" if options else "holds: "
     expected = {"": honest, "val_loss": "different: val_loss of step 20 is ", "NaN weight": f"different: {WEIGHT}"}
     assert expected[forgery] in sentences[0]
+
+
+def test_a_text_for_validation_is_tokenized_again(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("val.txt").write_text(SHAKESPEARE.read_text()[:9000])
+    ok(run_train(*tiny_flags(SHAKESPEARE, "run", val_data="val.txt"), cwd=tmp_path))
+    shutil.rmtree("data")
+    code, sentences = audited(capsys, "run")
+    assert (code, sentences) == (0, ["step 10 to 20: 10 steps equal to the bit"])
 
 
 def test_altered_data_are_found_at_their_step(shards, tmp_path, capsys, forked):

@@ -291,13 +291,14 @@ class Config:
         """All fields as one flat dict for JSON. The `dataset_name` of a mixture is a list of {"name": directory,
         "weight": share, and the fields that differ from the run's}."""
         values = {name: value for part in vars(self).values() for name, value in vars(part).items()}
-        del values["val_text"]
+        if not values["val_text"]:
+            del values["val_text"]
         if mixture := values.pop("mixture"):
             values["dataset_name"] = [self._flat_entry(entry) for entry in mixture]
         return values
 
     def _flat_entry(self, entry: MixtureEntry) -> dict:
-        values = {name: getattr(entry.data, name) for name in ENTRY_FIELDS}
+        values = {name: getattr(entry.data, name) for name in (*ENTRY_FIELDS, "val_text")}
         changes = {name: value for name, value in values.items() if value != getattr(self.data, name)}
         return {"name": entry.data.dataset_name, "weight": entry.share} | changes
 
