@@ -96,9 +96,9 @@ def text_suffix(path: Path) -> str:
 
 def text_files(name: str) -> tuple[list[Path], list[Path]]:
     """The text files of a path, sorted, and the paths that are not read: links to a file that is read anyway, and below
-    a directory files with other suffixes, links to directories, and runs. A file that is named, or matched by a glob,
-    is text, unless it holds tokens. Hidden files, the data set's description, and directories of shards are in neither
-    list. Raises UserError for a directory that cannot be read."""
+    a directory held-out splits, files with other suffixes, links to directories, and runs. A file that is named, or
+    matched by a glob, is text, unless it holds tokens. Hidden files, the data set's description, and directories of
+    shards are in neither list. Raises UserError for a directory that cannot be read."""
     directory = Path(name)
     if not directory.is_dir():  # tests for a file first: its name may contain a bracket
         if directory.parent.is_dir():  # whose name may contain a bracket, too
@@ -128,7 +128,9 @@ def text_files(name: str) -> tuple[list[Path], list[Path]]:
     files = sorted((path for path in paths if _is_file(path) or path.is_symlink()), key=str)
     is_read = {path: bool(text_suffix(path)) and not path.is_dir() for path in files}
     texts, links = _each_once([path for path in files if is_read[path]])
-    return texts, [path for path in files if not is_read[path]] + runs + links
+    splits = held_out(texts, directory)
+    others = [path for path in files if not is_read[path]]
+    return [path for path in texts if path not in splits], others + runs + links + splits
 
 
 def _each_once(files: list[Path]) -> tuple[list[Path], list[Path]]:
@@ -138,11 +140,12 @@ def _each_once(files: list[Path]) -> tuple[list[Path], list[Path]]:
     return [*by_file.values()], [path for path, first in zip(files, is_first, strict=True) if not first]
 
 
-def held_out(names: list[str]) -> list[str]:
-    """Those paths of files, relative to their data set, that name a split beside a training split."""
-    if not any(map(_TRAIN.search, names)):
+def held_out(files: list[Path], directory: Path) -> list[Path]:
+    """Those files below a directory whose names are of a split beside a training split."""
+    names = {path: os.path.relpath(path, directory) for path in files}
+    if not any(map(_TRAIN.search, names.values())):
         return []
-    return [name for name in names if _HELD_OUT.search(name) and not _TRAIN.search(name)]
+    return [path for path, name in names.items() if _HELD_OUT.search(name) and not _TRAIN.search(name)]
 
 
 def _refuse(error: OSError) -> None:

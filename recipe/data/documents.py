@@ -212,21 +212,20 @@ class TextFiles:
         return {}
 
     def pin(self, manifest: Manifest) -> None:
-        """Logs which files are skipped, and which look like other splits; there is no commit to pin."""
+        """Logs which files are skipped; there is no commit to pin."""
         by_file = {os.path.realpath(path): path for path in self.paths}
         if links := [path for path in self._skipped if os.path.realpath(path) in by_file]:
             names = [f"{path} is {by_file[os.path.realpath(path)]}" for path in links]
             message = "data       %s skipped, since the files are read anyway: %s"
             logger.warning(message, plural(len(links), "link"), some(names, 3))
-        if skipped := [path for path in self._skipped if os.path.realpath(path) not in by_file]:
-            kinds = f"{endings(skipped)} ({', '.join(TEXT_SUFFIXES)} are read)"
-            logger.info("data       %s skipped: %s", plural(len(skipped), "file"), kinds)
-        if Path(self._name).is_dir() and (splits := held_out([os.path.relpath(p, self._name) for p in self.paths])):
-            message = (
-                "data       %s, beside a training split, is trained on, too; quoted globs in dataset_name and val_data "
-                "can name a split each"
-            )
-            logger.warning(message, f"{splits[0]} and {len(splits) - 1} more" if splits[1:] else splits[0])
+        skipped, directory = [p for p in self._skipped if os.path.realpath(p) not in by_file], Path(self._name)
+        splits = held_out([*self.paths, *filter(text_suffix, skipped)], directory) if directory.is_dir() else []
+        if splits:
+            message = "data       not trained on, as it is beside a training split: %s; val_data or a glob can name it"
+            logger.warning(message, some(map(str, splits), 1))
+        if others := [path for path in skipped if path not in splits]:
+            kinds = f"{endings(others)} ({', '.join(TEXT_SUFFIXES)} are read)"
+            logger.info("data       %s skipped: %s", plural(len(others), "file"), kinds)
 
     def has_documents(self, count: int) -> bool:
         """Whether `count` files are not empty, or else there are `count` documents in about the first 2^30 bytes."""

@@ -413,35 +413,36 @@ def test_tokens_beyond_the_vocabulary_are_refused_before_the_run(workdir):
 
 
 @pytest.mark.parametrize(
-    ("names", "warning"),
+    ("names", "held_out"),
     [
-        (["data/test-00000-of-00001.parquet", "data/train-00000-of-00001.parquet"], "data/test-00000-of-00001.parquet"),
-        (["Dev/a.txt", "TRAIN/test.txt"], "Dev/a.txt"),
-        (["wiki.test.txt", "wiki.train.txt", "wiki.valid.txt"], "wiki.test.txt and 1 more"),
-        (["test.txt", "notes.txt", "contest-2.txt"], ""),
+        (["data/test-0-of-1.parquet", "data/train-0-of-1.parquet"], ["data/test-0-of-1.parquet"]),
+        (["Dev/a.txt", "TRAIN/test.txt"], ["Dev/a.txt"]),
+        (["wiki.test.txt", "wiki.train.txt", "wiki.valid.txt"], ["wiki.test.txt", "wiki.valid.txt"]),
+        (["test.txt", "notes.txt", "contest-2.txt"], []),
     ],
 )
-def test_splits_beside_a_training_split_are_a_warning(tmp_path, caplog, names, warning):
-    """They are text as well, and a name alone does not say what it is; a glob says what its writer wants."""
+def test_a_split_beside_a_training_split_is_not_trained_on(tmp_path, caplog, names, held_out):
+    """As load_dataset reads a directory. A glob says what its writer wants."""
     for name in names:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
-    for path in (tmp_path, tmp_path / "**/*.*"):
-        text = TextFiles(str(path), Column("text", open_tokenizer("gpt2")))
-        text.pin(Manifest({}, {}))
-        assert len(text.paths) == len(names)
-        expected = [f"data       {warning}, beside a training split, is trained on, too; "] if warning else []
-        assert [message.partition("quoted")[0] for message in caplog.messages] == (expected if path == tmp_path else [])
-        caplog.clear()
+    text = TextFiles(str(tmp_path), Column("text", open_tokenizer("gpt2")))
+    text.pin(Manifest({}, {}))
+    assert {os.path.relpath(path, tmp_path) for path in text.paths} == {*names} - {*held_out}
+    more = f" and {len(held_out) - 1} more" if held_out[1:] else ""
+    warnings = [f"beside a training split: {tmp_path / held_out[0]}{more}; val_data"] if held_out else []
+    assert len(caplog.messages) == len(warnings)
+    assert all(warning in caplog.text for warning in warnings)
+    assert len(TextFiles(f"{tmp_path}/**/*.*", text.column).paths) == len(names)
 
 
-def test_all_splits_that_save_to_disk_wrote_are_read_with_a_warning(tmp_path, caplog):
+def test_the_training_split_that_save_to_disk_wrote_is_trained_on(tmp_path, caplog):
     splits = {name: datasets.Dataset.from_dict({"text": [name]}) for name in ("test", "train")}
     datasets.DatasetDict(splits).save_to_disk(str(tmp_path / "saved"))
     text = open_text(parse_config([f"--dataset_name={tmp_path / 'saved'}"]).data)
-    assert [piece.content for piece in text.pieces()] == ["test", "train"]
+    assert [piece.content for piece in text.pieces()] == ["train"]
     text.pin(Manifest({}, {}))
-    assert [m.partition(",")[0] for m in caplog.messages] == ["data       test/data-00000-of-00001.arrow"]
+    assert f"beside a training split: {tmp_path}/saved/test/data-00000-of-00001.arrow;" in caplog.text
 
 
 def test_a_subdirectory_that_cannot_be_read_is_an_error(tmp_path, monkeypatch):
