@@ -67,6 +67,7 @@ def test_the_command_line_overrides_the_recipe(recipe):
     assert (config.run.torch_compile, config.run.fresh) == (False, True)
     assert config.data.val_data == ""
     assert (config.run.run_name, config.run.output_dir) == ("mine", "runs/mine")
+    assert parse_config(["--output_dir", "sweep/lr 1e-3/"]).run.run_name == "lr-1e-3"  # as trackers show it
     assert parse_config(["--config", "gpt2"]).run.run_name == "gpt2"  # a recipe of recipe/configs/, by its name
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.run.seed = 3

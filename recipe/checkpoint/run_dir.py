@@ -150,7 +150,7 @@ def check_same_run(state: dict, config: dict, tokenizer: GPT2Tokenizer, run_dir:
     changes = {
         k: f"{k} {saved_config[k]!r} -> {v!r}" for k, v in config.items() if k in saved_config and saved_config[k] != v
     }
-    if "run_name" in changes:
+    if "run_name" in changes and config["run_name"] != run_dir.name:  # which older versions did not name a run by
         renamed = f"--run_name {saved_config['run_name']} --output_dir {shlex.quote(str(run_dir))}"
         raise UserError(f"{run_dir} holds another run: {changes['run_name']}; {way_out}, or continue it: {renamed}")
     conflicts = [changes[k] for k in _IDENTITY if k in changes]

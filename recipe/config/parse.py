@@ -49,7 +49,8 @@ def parse_config(argv: list[str] | None = None) -> Config:
     if len(lengths := [name for name in LENGTH_FIELDS if values.get(name)]) > 1:
         raise UserError(f"{' and '.join(lengths)} set the length of the run; give one of them")
     directory = re.search(r"(\w[\w.-]*)/recipe\.yaml$", path.as_posix())  # of a run, in which best.py has written it
-    default_name = directory[1] if directory else re.sub(r"[^\w.-]+", "-", path.stem).strip("-.") or "run"
+    stem = Path(values.get("output_dir") or (directory[1] if directory else path.stem)).name
+    default_name = re.sub(r"[^\w.-]+", "-", stem).strip("-.") or "run"
     if {"WANDB_SWEEP_ID", "WANDB_RUN_ID"} <= os.environ.keys():  # as `wandb agent` sets for each run
         default_name += f"-{os.environ['WANDB_RUN_ID']}"
     values["config"], values["run_name"] = str(path), values.get("run_name") or default_name

@@ -141,6 +141,7 @@ def test_another_run_is_refused_and_harmless_changes_are_reported(tmp_path, capl
     message = "run_name 'shakespeare' -> 'other'; .*, or continue it: --run_name shakespeare --output_dir "
     with pytest.raises(UserError, match=message):
         check_same_run(state, config | {"run_name": "other"}, tokenizer, tmp_path)
+    check_same_run(state, config | {"run_name": tmp_path.name}, tokenizer, tmp_path)  # it was called after the recipe
 
 
 @pytest.mark.parametrize(("number", "refused"), [(errno.EINVAL, False), (errno.EIO, True)])
