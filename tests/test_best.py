@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import yaml
 
@@ -307,14 +308,20 @@ def test_a_loss_is_given_in_bits_per_byte_too_and_a_byte_is_not_a_character(call
     assert bits == pytest.approx(loss / math.log(2) / size, abs=0.006)
 
 
-def test_a_text_that_is_too_long_to_read_is_counted_by_its_beginning(call_here, monkeypatch):
-    """Here by half of it, less the last buffers."""
+@pytest.mark.parametrize("new_writer", [None, pa.ipc.new_file, pa.ipc.new_stream])
+def test_a_text_that_is_too_long_to_read_is_counted_by_its_beginning(call_here, monkeypatch, new_writer):
+    """Here by half of it, less the last buffers. polars writes 100,000 rows and more at once."""
     text = 32 * SHAKESPEARE.read_text()
     Path("text.txt").write_text(text)
+    if new_writer:
+        batch = pa.record_batch({"text": [text[i : i + 1000] for i in range(0, len(text), 1000)]})
+        with new_writer("text.arrow", batch.schema) as writer:
+            writer.write_batch(batch)
+    name = "text.arrow" if new_writer else "text.txt"
     monkeypatch.setattr("recipe.data.survey.READ_RATE", len(text) / 2 / 360)
-    tokens, size = measured(ok(call_here("--text", "text.txt", "--device", "h100", "--tokenizer", "gpt2")).stdout)
+    tokens, size = measured(ok(call_here("--text", name, "--device", "h100", "--tokenizer", "gpt2")).stdout)
     recipe = yaml.safe_load(Path("runs/text-0.1h/recipe.yaml").read_text())
-    assert recipe["dataset_name"] == "text.txt", "all of it"
+    assert recipe["dataset_name"] == name, "all of it"
     assert tokens * size == pytest.approx((1 - recipe["val_fraction"]) * len(text), rel=0.15)
 
 

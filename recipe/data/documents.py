@@ -253,28 +253,29 @@ class TextFiles:
 
     def _pieces_in(self, path: Path, start: int) -> Iterator[tuple[int, Content]]:
         """Yields (index of the piece in its document, piece) for a file."""
-        suffix = text_suffix(path)
+        suffix, self.position = text_suffix(path), start
         if suffix == ".parquet":
             with pq.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as file:  # else it loads a row group
                 self.column.check_is_in(file.schema_arrow.names, str(path))
                 columns, rows = [self.column.name], 0
                 for batch in file.iter_batches(_batch_rows(file, self.column.name), columns=columns, use_threads=False):
                     rows += len(batch)
-                    self.position = start + path.stat().st_size * rows // file.metadata.num_rows
-                    yield from self._rows_in(batch, path)
+                    end = start + path.stat().st_size * rows // file.metadata.num_rows
+                    yield from self._rows_in(batch, path, end)
             return
         if suffix == ".arrow":
             with pa.OSFile(str(path)) as file:
                 if file.read(6) == b"ARROW1":  # polars' write_ipc
                     reader = pa.ipc.open_file(file)
-                    batches = map(reader.get_batch, range(reader.num_record_batches))
+                    count = reader.num_record_batches
+                    batches = ((reader.get_batch(i), file.size() * (i + 1) // count) for i in range(count))
                 else:  # Datasets' save_to_disk
                     file.seek(0)
-                    reader = batches = pa.ipc.open_stream(file)
+                    reader = pa.ipc.open_stream(file)
+                    batches = ((batch, file.tell()) for batch in reader)
                 self.column.check_is_in(reader.schema.names, str(path))
-                for batch in batches:
-                    self.position = start + file.tell()
-                    yield from self._rows_in(batch.select([self.column.name]), path)
+                for batch, end in batches:
+                    yield from self._rows_in(batch.select([self.column.name]), path, start + end)
             return
         with path.open("rb") as packed_file:
             raw = io.BufferedReader(pa.input_stream(packed_file, PACKED.get(path.suffix.lower())), 1 << 20)
@@ -303,8 +304,11 @@ class TextFiles:
             if n_without:
                 logger.warning("data       %s: %s of %s rows have no %r", path, n_without, number, self.column.name)
 
-    def _rows_in(self, batch: pa.RecordBatch, path: Path) -> Iterator[tuple[int, Content]]:
+    def _rows_in(self, batch: pa.RecordBatch, path: Path, end: int) -> Iterator[tuple[int, Content]]:
+        """Those of a batch that ends at position `end`: polars' have 100,000 rows."""
+        begin = self.position
         for i in range(len(batch)):  # one by one: a document may have 100 MB
+            self.position = begin + (end - begin) * (i + 1) // len(batch)
             yield from self.column.pieces(*batch.slice(i, 1).to_pylist(), str(path), separated=True)
 
     def _chunks(self, file: io.TextIOWrapper, packed_file: BinaryIO, start: int) -> Iterator[str]:
