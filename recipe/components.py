@@ -236,7 +236,10 @@ def _difference(config: Config, state: dict) -> str:
     changes = {name: f"{name} {saved[name]!r}, not {flat[name]!r}" for name in flat if saved[name] != flat[name]}
     if changed := sorted(names & changes.keys()):
         return f"was trained with {', '.join(changes[name] for name in changed)}"
-    is_same_text = _texts(saved_config) == _texts(flat) and not changes.keys() & set(SHARD_FIELDS)
+    split = [name for name in (*SHARD_FIELDS, "val_data") if name in changes]
+    # With val_data, whatever it names, nothing of a text is held out.
+    same_split = not {*split} - {"val_data"} and bool(saved_config["val_data"]) == bool(flat["val_data"])
+    is_same_text = _texts(saved_config) == _texts(flat) and same_split
     if trained_name == flat["dataset_name"] or is_same_text:  # whatever its shards are called now
         for entry, source in zip(entries, entries_in(state["about"][-1]["data"]), strict=True):
             if source.get("files") and is_text(entry.data.train_text):
@@ -247,8 +250,8 @@ def _difference(config: Config, state: dict) -> str:
     try:
         check_same_data(state["data"], state_on_disk(config.data), "")
     except UserError:
-        if "train_text" not in changes and (changed := [name for name in SHARD_FIELDS if name in changes]):
-            return f"was trained with {', '.join(changes[name] for name in changed)}"  # another split of the same text
+        if "train_text" not in changes and split:  # another split of the same text
+            return f"was trained with {', '.join(changes[name] for name in split)}"
         names = ", ".join(entry.data.train_text or entry.data.dataset_name for entry in entries)
         return f"was trained on {trained_name}, not on {names}"
     return ""

@@ -328,6 +328,11 @@ def test_a_complete_run_that_is_repeated_with_another_split_of_its_text_is_told_
     assert in_process(["--dataset_name=mine.txt", *SMALL, "--val_fraction=0.1"])[0] == 0
     code, _, err = in_process(["--dataset_name=mine.txt", *SMALL, "--val_fraction=0.2"])
     assert (code, "is complete, but was trained with val_fraction 0.1, not 0.2; choose" in err) == (2, True), err
+    (workdir / "other.txt").write_text(TEXT[9000:18000])
+    prepare(data_of("other.txt", "data/val", val_fraction=0.0))
+    argv = ["--dataset_name=mine.txt", *SMALL, "--val_fraction=0.1", "--val_data=data/val/train_*.bin"]
+    code, _, err = in_process(argv)  # trains on all of mine.txt
+    assert (code, "is complete, but was trained with val_data '', not 'data/val" in err) == (2, True), err
 
 
 def test_a_text_and_a_tokenizer_give_the_same_shards_however_their_paths_are_written(workdir, monkeypatch):
