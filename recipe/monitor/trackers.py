@@ -123,10 +123,11 @@ class Tracker:
         timeouts = {"init_timeout": 30, "finish_timeout": 60}
         # Without a key, wandb.init would ask for one on a terminal; elsewhere it would raise and record nothing.
         offline = "WANDB_MODE" not in os.environ and not wandb.login(prompt=False, verify=False)
+        self.run_id = os.environ.get("WANDB_RUN_ID", self.run_id)  # such as that of `wandb agent`
         tracker = self._started(
             os.environ.get("WANDB_PROJECT", PROJECT),
             name=os.environ.get("WANDB_NAME", name),
-            id=os.environ.get("WANDB_RUN_ID", self.run_id),
+            id=self.run_id,
             dir=os.environ.get("WANDB_DIR", run_dir),
             resume="allow",
             settings=private | quiet | timeouts,

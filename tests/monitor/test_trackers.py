@@ -104,9 +104,14 @@ def test_trackio_continues_the_run(tmp_path, home, monkeypatch):
 
 @pytest.mark.slow
 @needs["wandb"]
-def test_wandb_continues_the_run_and_is_offline_without_a_key(tmp_path, messages):
+@pytest.mark.parametrize("swept", [False, True])
+def test_wandb_continues_the_run_and_is_offline_without_a_key(tmp_path, messages, monkeypatch, swept):
+    """By hand also that of a sweep, whose agent has chosen its id."""
     run = tmp_path / "run"
-    tracker = track(run, "wandb", 0, 10)
+    with monkeypatch.context() as agent:
+        if swept:
+            agent.setenv("WANDB_RUN_ID", "1a2b3c4d")
+        tracker = track(run, "wandb", 0, 10)
     track(run, "wandb", 20, resume=10, run_id=tracker.run_id)
     names = [path.name for path in (run / "wandb").glob("offline-run-*")]
     assert names
