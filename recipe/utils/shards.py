@@ -94,5 +94,7 @@ def shards_in(directory: Path, pattern: str = "*") -> list[Path]:
 def _is_headerless(header: bytes, vocab_size: int) -> bool:
     """Whether a file that starts with `header` holds only uint16 tokens below `vocab_size`, as nanoGPT writes them."""
     words = np.frombuffer(header, UINT16)
+    if dtype_of(vocab_size) != UINT16:  # any two bytes would be a token of it
+        return False
     # Most of a header is zeros, as is every second word of 4-byte tokens; in text, token 0 ("!") is rare.
     return bool(words.max() < vocab_size and (words == 0).mean() < 0.4)
