@@ -114,8 +114,8 @@ def text_files(name: str) -> tuple[list[Path], list[Path]]:
         if MADE_HERE in names:  # shards made here, such as data/NAME in data/
             directories.clear()
             continue
-        if {"state.json", "dataset_info.json"} <= {*names}:  # by Datasets' save_to_disk; map() caches results beside it
-            names = [name for name in names if name.endswith(".arrow") and not name.startswith("cache-")]
+        if "dataset_info.json" in names:  # of Datasets' save_to_disk or its cache; map() and others cache beside it
+            names = [name for name in names if name != "state.json" and not name.startswith("cache-")]
         if "metrics.jsonl" in names:  # probably a run
             directories.clear()
             runs.append(Path(parent))

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -66,7 +67,7 @@ OPENERS = {"gz": gzip.open, "bz2": bz2.open, "zst": lambda path, mode: pa.output
     "kind",
     [
         *("ndjson", "jsonl.gz", "json.bz2", "JSONL.ZST", "array.json", "csv", "semicolons.csv", "tabs.csv", "TSV.gz"),
-        *("parquet", "arrow", "saved", "directory", "glob"),
+        *("parquet", "arrow", "saved", "cached", "directory", "glob"),
     ],
 )
 def test_every_format_gives_the_same_bytes(reference, tmp_path, kind, capsys):
@@ -84,6 +85,12 @@ def test_every_format_gives_the_same_bytes(reference, tmp_path, kind, capsys):
         datasets.Dataset.from_dict(rows).save_to_disk(text, num_shards=3)
         saved = datasets.load_from_disk(str(text))
         saved.map(lambda row: {"text": "another"})  # which leaves its result beside the data
+        assert list(text.glob("cache-*.arrow"))
+    elif kind == "cached":  # by load_dataset
+        write_jsonl(tmp_path / "d.jsonl")
+        cached = datasets.load_dataset("json", data_files=str(tmp_path / "d.jsonl"), cache_dir=str(tmp_path / "cache"))
+        text = Path(cached["train"].cache_files[0]["filename"]).parent
+        cached["train"].shuffle()
         assert list(text.glob("cache-*.arrow"))
     elif kind in ("directory", "glob"):
         (tmp_path / "d" / "sub").mkdir(parents=True)
