@@ -7,6 +7,7 @@ import re
 import shutil
 import sys
 from importlib.util import find_spec
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -110,6 +111,18 @@ def test_nan_is_wrong_and_a_deterministic_run_asks_only_whether_the_kernel_is_ri
     config, printed = fused_loss(parse_config(["--config=gpt2", *options]), open_strategy("fp32"))
     assert printed.startswith(line)
     assert config.run.fused_loss is line.endswith("checked on this device: ")
+
+
+def test_a_larger_vocabulary_takes_a_trial_no_more_memory(monkeypatch):
+    """Llama 3's and Qwen's would have taken three times as much as GPT-2's."""
+    monkeypatch.setattr("recipe.estimate.fused_loss.can_fuse", lambda device_type: True)
+    trial = Mock(return_value=((0.0, 0.0), 2.0))
+    monkeypatch.setattr("recipe.estimate.fused_loss.compare", trial)
+    for vocab_size in (4096, 50_257, 151_936):
+        fused_loss(parse_config(["--config=gpt2"]).replace(vocab_size=vocab_size), open_strategy("fp32"))
+    sizes = [math.prod(call.args[2]) for call in trial.call_args_list]
+    assert sizes[0] < sizes[1] < 4096 * 50_400
+    assert 0.99 * sizes[1] < sizes[2] < 1.01 * sizes[1]
 
 
 def test_no_process_uses_a_kernel_that_is_wrong_on_one(shards, tmp_path):
