@@ -6,7 +6,7 @@ precision) is set from the recipe before it starts; accumulation and clipping ar
 
 import json
 import os
-from collections.abc import Generator
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from recipe.engine.device import local_device
 from recipe.engine.launch import wants
 from recipe.engine.runtime import Runtime
 from recipe.engine.strategy import START_TIMEOUT, Strategy, processes_of, set_timeouts, start_accelerator
-from recipe.optim.optimizer import MOMENTS, MUON, state_names
+from recipe.optim.optimizer import by_parameter, muon_parameters
 from recipe.utils.errors import UserError, reading
 
 _CONFIG_FILE = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
@@ -98,10 +98,9 @@ class ZeroStrategy(Strategy):
         weights, state = {}, {}
         if optimizer.state:  # there is none before the first step
             self._zero.link()
-        names = state_names(model, optimizer)
+        state_keys = self._zero.state_keys()
         for name, p in model.named_parameters():
-            copies_by_key = {"": weights} | (dict.fromkeys(names[name], state) if optimizer.state else {})
-            for key, copies in copies_by_key.items():
+            for key, copies in ({"": weights} | dict.fromkeys(state_keys[p], state)).items():
                 full = self._zero.get(p, key)  # one at a time is on the device
                 if self.runtime.processes.is_main:
                     copies[f"{key}.{name}" if key else name] = full.to("cpu", copy=True)
@@ -110,11 +109,12 @@ class ZeroStrategy(Strategy):
     def scatter(self, model: nn.Module, optimizer: Optimizer, tensors: dict[str, Tensor], steps: int) -> None:
         """As Strategy's; each process keeps its shard."""
         if tensors:
-            self._zero.make_state(steps)
-            names = state_names(model, optimizer)
-            for name, p in model.named_parameters():
-                for key in names[name]:
-                    self._zero.set(p, tensors[f"{key}.{name}"], key)
+            saved_states = by_parameter(tensors)
+            states = {p: saved_states[name] for name, p in model.named_parameters()}
+            self._zero.make_state(states, steps)
+            for p, state in states.items():
+                for key, tensor in state.items():
+                    self._zero.set(p, tensor, key)
 
     def unsharded_weights(self, model: nn.Module) -> dict[str, Tensor] | None:
         """As Strategy's: not None under ZeRO-3 only. A collective call."""
@@ -244,18 +244,30 @@ class _Internals:
         self.engine, self.optimizer, self.api = engine, engine.optimizer, deepspeed.utils
         self.stage = engine.zero_optimization_stage()
 
-    def make_state(self, steps: int) -> None:
-        """Creates the optimizer state after `steps` steps, with zeros in place of moments and momentum."""
-        zero, optimizer = self.optimizer, self.optimizer.optimizer
-        # This process's flat fp32 weights, one tensor a parameter group: the keys of the optimizer state.
-        flat_weights = zero.fp32_partitioned_groups_flat if self.stage == 3 else zero.single_partition_of_fp32_groups
-        muon_weights = {id(flat) for group in optimizer.param_groups if group.get("muon") for flat in group["params"]}
-        for flat in flat_weights:
-            keys = MUON if id(flat) in muon_weights else MOMENTS
-            optimizer.state[flat] = {key: torch.zeros_like(flat) for key in keys}
-            if keys == MOMENTS:
-                step = torch.tensor(float(steps), dtype=torch.float32, device=flat.device)
-                optimizer.state[flat] = {"step": step} | optimizer.state[flat]
+    def _groups(self) -> Iterator[tuple[Tensor, list[nn.Parameter]]]:
+        """Each group's flat tensor of this process's fp32 weights, the key of its optimizer state, and parameters."""
+        zero = self.optimizer
+        if self.stage == 3:
+            return zip(zero.fp32_partitioned_groups_flat, zero.fp16_groups, strict=True)
+        return zip(zero.single_partition_of_fp32_groups, zero.bit16_groups, strict=True)
+
+    def state_keys(self) -> dict[nn.Parameter, list[str]]:
+        """The names of the state that the optimizer has for each element of a parameter; none before the first step."""
+        keys = {}
+        for flat, parameters in self._groups():
+            state = self.optimizer.optimizer.state.get(flat, {})
+            flat_keys = [key for key, value in state.items() if getattr(value, "shape", None) == flat.shape]
+            keys |= dict.fromkeys(parameters, flat_keys)
+        return keys
+
+    def make_state(self, keys: Mapping[nn.Parameter, Iterable[str]], steps: int) -> None:
+        """Creates the optimizer state after `steps` steps, with zeros under each parameter's `keys`."""
+        optimizer = self.optimizer.optimizer
+        muon_ids = {id(flat) for flat in muon_parameters(optimizer)}
+        for flat, parameters in self._groups():
+            optimizer.state[flat] = state = {key: torch.zeros_like(flat) for key in keys[parameters[0]]}
+            if id(flat) not in muon_ids:
+                state["step"] = torch.tensor(float(steps), dtype=torch.float32, device=flat.device)
         self.link()
 
     def set_muon_layout(self, optimizer: Optimizer) -> None:

@@ -40,7 +40,7 @@ from recipe.engine import hardware
 from recipe.engine.device import Device
 from recipe.engine.runtime import XLA_COMPILES, Runtime
 from recipe.engine.strategy import Strategy, start_accelerator
-from recipe.optim.optimizer import state_names
+from recipe.optim.optimizer import muon_parameters
 from recipe.utils.errors import UserError
 from recipe.utils.processes import Processes
 from recipe.utils.units import plural
@@ -118,8 +118,10 @@ class XlaStrategy(Strategy):
         """Creates the optimizer's state and, for accumulation, the gradients, so that all steps are one program."""
         if self.device.precision == "bf16":
             model.forward = self.device.autocast()(model.forward)
-        names, params = state_names(model, optimizer), dict(model.named_parameters())
-        zeros = {f"{key}.{name}": torch.zeros_like(params[name]) for name, keys in names.items() for key in keys}
+        muon_ids, zeros = {id(p) for p in muon_parameters(optimizer)}, {}
+        for name, p in model.named_parameters():
+            for key in ("momentum",) if id(p) in muon_ids else ("exp_avg", "exp_avg_sq"):
+                zeros[f"{key}.{name}"] = torch.zeros_like(p)
         self.scatter(model, optimizer, zeros, 0)
         for group in optimizer.param_groups:
             for key in {"lr", "momentum"} & group.keys():

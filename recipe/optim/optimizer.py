@@ -10,8 +10,6 @@ from recipe.optim.muon import Muon
 from recipe.optim.schedule import MUON_MOMENTUM
 
 EPSILON = 1e-8  # of AdamW
-# Optimizer state tensors, each of its parameter's shape: AdamW's, as torch names them, and Muon's.
-MOMENTS, MUON = ("exp_avg", "exp_avg_sq"), ("momentum",)
 
 
 def make_optimizer(
@@ -70,12 +68,6 @@ def unsharded(tensor: torch.Tensor) -> torch.Tensor:
     return getattr(tensor, "full_tensor", lambda: tensor)()
 
 
-def state_names(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, tuple[str, ...]]:
-    """Parameter name -> the names of its optimizer state tensors, whether or not they exist yet."""
-    muon = any(group.get("muon") for group in optimizer.param_groups)
-    return {name: MUON if muon and _is_matrix(name) else MOMENTS for name, _ in model.named_parameters()}
-
-
 def _is_matrix(name: str) -> bool:
     """Whether a parameter, by its name in transformers, is a matrix inside a block."""
     return ".h." in name and name.endswith(".weight") and ".ln_" not in name
@@ -92,6 +84,20 @@ def named_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dic
     }
 
 
+def by_parameter(tensors: dict[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
+    """The tensors of `named_state` as {parameter: {state: tensor}}; {} for another parameter."""
+    states = defaultdict(dict)
+    for key, tensor in tensors.items():
+        state, _, name = key.partition(".")
+        states[name][state] = tensor
+    return states
+
+
+def muon_parameters(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
+    """Those that Muon updates; their only state is the momentum."""
+    return [p for group in optimizer.param_groups if group.get("muon") for p in group["params"]]
+
+
 def load_named_state(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, torch.Tensor], steps: int
 ) -> None:
@@ -100,15 +106,11 @@ def load_named_state(
         return
     # A fused or capturable AdamW keeps its step on the parameter's device.
     on_device = any(optimizer.param_groups[0].get(option) for option in ("fused", "capturable"))
-    names, saved_states = state_names(model, optimizer), defaultdict(dict)
-    for key, tensor in tensors.items():
-        kind, _, name = key.partition(".")
-        saved_states[name][kind] = tensor
+    saved_states, muon_ids = by_parameter(tensors), {id(p) for p in muon_parameters(optimizer)}
     for name, p in model.named_parameters():
-        saved = saved_states[name]
         # FSDP's shards are copies already.
-        state = {k: v.to(p.device, copy=not hasattr(v, "to_local")) for k, v in saved.items()}
-        if names[name] != MUON:
+        state = {k: v.to(p.device, copy=not hasattr(v, "to_local")) for k, v in saved_states[name].items()}
+        if id(p) not in muon_ids:
             step = torch.tensor(float(steps), dtype=torch.float32, device=p.device if on_device else "cpu")
             state = {"step": step} | state
         optimizer.state[p] = state

@@ -6,7 +6,7 @@ import torch
 
 
 class RowAdam(torch.optim.Optimizer):
-    """Adam with a second moment for each row of a parameter, and a number for all of it."""
+    """Adam with a second moment for each row of a matrix, and a number for all of it. ZeRO shows it no matrices."""
 
     def __init__(self, groups, *, lr: float, **_):
         super().__init__(groups, {"lr": lr, "weight_decay": 0.0})
@@ -19,12 +19,16 @@ class RowAdam(torch.optim.Optimizer):
                 squares = squares.mean(-1, keepdim=True) if p.ndim == 2 else squares
                 if not state:
                     state |= {"step": torch.tensor(0.0), "momentum": torch.zeros_like(p), "rows": squares}
-                    state["largest"] = torch.tensor(0.0)
+                    if p.ndim == 2:
+                        state["largest"] = torch.tensor(0.0)
                 state["step"] += 1
                 state["momentum"].lerp_(p.grad, 0.1)
                 state["rows"] = state["rows"].lerp(squares, 0.1)
-                state["largest"] = torch.maximum(state["largest"], group["lr"] * state["step"])
-                p.sub_(state["momentum"] / (state["rows"].sqrt() + 1e-6) * state["largest"].item() / 10)
+                rate = group["lr"]
+                if p.ndim == 2:
+                    state["largest"] = torch.maximum(state["largest"], group["lr"] * state["step"])
+                    rate = state["largest"].item() / 10
+                p.sub_(state["momentum"] / (state["rows"].sqrt() + 1e-6) * rate)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from recipe.config import BatchPlan, OptimizerConfig
 from recipe.engine import hardware
 from recipe.engine.factory import open_strategy
 from recipe.model.gpt2 import GPT2LMHeadModel
-from recipe.optim.optimizer import MOMENTS, make_optimizer, steps_taken
+from recipe.optim.optimizer import make_optimizer, steps_taken
 
 precision, mode = sys.argv[1:]
 # Smaller than the embedding: compiled DDP splits the graph of this model too, as it does that of a large one.
@@ -74,7 +74,7 @@ def timeout_of(group: torch.distributed.ProcessGroup) -> float:
 weights, _ = strategy.gather(model, optimizer)
 saved_state = {
     f"{m}.{k}": torch.rand(v.shape, generator=torch.Generator().manual_seed(2))
-    for m in MOMENTS
+    for m in ("exp_avg", "exp_avg_sq")
     for k, v in initial_weights.items()
 }
 strategy.scatter(model, optimizer, saved_state, 7)

@@ -50,16 +50,20 @@ def engine_run(shards, one_device, once):
 
 
 @pytest.mark.slow
-def test_any_optimizers_state_resumes_under_fsdp(shards, tmp_path):
-    """A tensor of the parameter's shape, one with a number for each of its rows, and a number: to the bit."""
+@pytest.mark.parametrize(
+    ("engine", "state"), [("fsdp", {"momentum", "rows", "largest"}), ("zero1", {"momentum", "rows"})]
+)
+def test_any_optimizers_state_resumes(shards, tmp_path, engine, state):
+    """To the bit: a tensor of the parameter's shape; under FSDP one with a number for each of its rows, and a number,
+    too."""
     script = "-m", "tests.engine.own_optimizer"
     fields = settings(shards, optim="adamw", max_steps=8, warmup_steps=2, save_steps=4)
-    ok(launch("fsdp", 2, *script, f"{tmp_path}/full", *fields))
+    ok(launch(engine, 2, *script, f"{tmp_path}/full", *fields))
     forget_after(4, shutil.copytree(tmp_path / "full", tmp_path / "resumed"))
-    assert "resume     from step 4" in ok(launch("fsdp", 2, *script, f"{tmp_path}/resumed", *fields)).stdout
+    assert "resume     from step 4" in ok(launch(engine, 2, *script, f"{tmp_path}/resumed", *fields)).stdout
     full, resumed = (tmp_path / name / "step_00000008" for name in ("full", "resumed"))
     kinds = {name.partition(".")[0] for name in tensors(full)} - {"transformer"}
-    assert kinds == {"momentum", "rows", "largest"}
+    assert kinds == state
     assert_equal_tensors(full, resumed)
 
 
