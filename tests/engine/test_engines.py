@@ -51,11 +51,11 @@ def engine_run(shards, one_device, once):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("engine", "state"), [("fsdp", {"momentum", "rows", "largest"}), ("zero1", {"momentum", "rows"})]
+    ("engine", "state"), [("fsdp", {"momentum", "rows", "columns", "largest"}), ("zero1", {"momentum", "rows"})]
 )
 def test_any_optimizers_state_resumes(shards, tmp_path, engine, state):
-    """To the bit: a tensor of the parameter's shape; under FSDP one with a number for each of its rows, and a number,
-    too."""
+    """To the bit: a tensor of the parameter's shape; under FSDP one with a number for each of its rows, one with a
+    number for each of its columns, and a number, too."""
     script = "-m", "tests.engine.own_optimizer"
     fields = settings(shards, optim="adamw", max_steps=8, warmup_steps=2, save_steps=4)
     ok(launch(engine, 2, *script, f"{tmp_path}/full", *fields))
