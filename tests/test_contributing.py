@@ -57,6 +57,12 @@ def test_each_example_is_valid_python_of_less_than_20_lines(copy):
             compile((copy / file).read_text(), file, "exec")
 
 
+def test_each_name_is_in_the_file_that_the_guide_says():
+    pairs = re.findall(r"`(?:\w+\.)?(\w+)`\s+in\s+`([\w/]+\.py)`", GUIDE)
+    assert len(pairs) > 5
+    assert [pair for pair in pairs if pair[0] not in (ROOT / pair[1]).read_text()] == []
+
+
 @pytest.mark.slow
 def test_the_examples_of_a_model_size_and_a_data_set(call):
     assert "6 layers, 6 heads, 384 wide" in call("A model size")

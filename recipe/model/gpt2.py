@@ -1,5 +1,8 @@
 """GPT-2 with transformers' parameter names and shapes, so that a saved model IS a `GPT2LMHeadModel`.
 
+If you change what it computes, its config.json must say so, or everybody else will compute GPT-2 with its weights:
+CONTRIBUTING.md, "The model itself".
+
 Shapes: B batch, T positions, D n_embd, H heads, K = D / H, V vocabulary.
 Architecture: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", section 2.3.
 """
