@@ -202,13 +202,19 @@ def _read(name: str, directory: Path | None, dtype: torch.dtype) -> tuple:
     """The model, its tokenizer and what transformers reports of loading it, from safetensors files alone and without
     running the repository's code. Raises whatever the libraries raise."""
     # Imported here: it takes two seconds, and training imports this module without calling this function.
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, cached_file
     from transformers.utils.peft_utils import find_adapter_config_file
 
     os.environ["DISABLE_SAFETENSORS_CONVERSION"] = "1"  # otherwise transformers waits for a Space that converts pickles
     if directory:
         check_files(directory)
+        kind = json.loads((directory / "config.json").read_bytes()).get("model_type")
+        if kind and kind not in CONFIG_MAPPING:  # of a changed model: CONTRIBUTING.md, "The model itself"
+            raise UserError(
+                f"a {kind} model, which transformers {transformers.__version__} does not have; what its run measured "
+                "by itself is in metrics.jsonl"
+            )
     if find_adapter_config_file(name):  # with PEFT, transformers would load its base model instead, or a pickle
         raise UserError("an adapter, not a model: merge it into its base model first (docs/elsewhere.md)")
     config = AutoConfig.from_pretrained(name, trust_remote_code=False)

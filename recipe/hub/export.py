@@ -21,7 +21,7 @@ from recipe.checkpoint.format import checkpoints, files_of, newest_intact, state
 from recipe.config import check_repo_name
 from recipe.engine.launch import fail
 from recipe.hub.access import check_access
-from recipe.hub.model_card import CARD, model_card
+from recipe.hub.model_card import CARD, model_card, model_type
 from recipe.hub.upload import Uploads
 from recipe.utils.checkpoints import newest_run, val_losses
 from recipe.utils.errors import ArgumentParser, ExitCode, UserError
@@ -110,7 +110,10 @@ def _export(args: argparse.Namespace) -> ExitCode:
     checkpoint = export(args.run, args.out, best=args.best, license=args.license)
     size = sum(path.stat().st_size for path in args.out.iterdir())
     print(f"exported   {checkpoint} to {args.out}, {size / 1e6:,.1f} MB")
-    print(f"load       transformers.AutoModelForCausalLM.from_pretrained({str(args.out)!r})")
+    if (kind := model_type(args.out)) == "gpt2":
+        print(f"load       transformers.AutoModelForCausalLM.from_pretrained({str(args.out)!r})")
+    else:
+        print(f"load       with code of your own: transformers has no {kind} model")
     print(f"card       {args.out / CARD}; it has the results that eval/ writes beside the checkpoint")
     return ExitCode.DONE
 

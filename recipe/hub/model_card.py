@@ -44,15 +44,16 @@ def model_card(checkpoint: Path, *, repo: str = "", license: str = "", audit: bo
     last_line = next((line for line in reversed(lines) if line["step"] == step), {})
     results = redacted(own_results(checkpoint))
     scores = all_scores({"run": {"scores": [*_run_scores(last_line, config, texts)]}} | results)
+    kind = model_type(checkpoint)
     name = config["run_name"] or repo.rpartition("/")[2] or "model"
     init = parts[0].get("init_from")
     complete = [score for score in scores if score["complete"]]
     data = ModelCardData(
         language="en" if {text.get("id") for text in texts} <= _ENGLISH else None,
         license=license or config["hub_license"],
-        library_name="transformers",
+        library_name="transformers" if kind == "gpt2" else None,
         pipeline_tag="text-generation",
-        tags=["gpt2", "causal-lm", "pretraining"],
+        tags=[kind, "causal-lm", "pretraining"],
         datasets=list(dict.fromkeys(text["id"] for text in texts if "id" in text)) or None,
         metrics=sorted({score["metric_type"] for score in complete} & {"accuracy", "perplexity"}) or None,
         base_model=init if init and _REPOSITORY.fullmatch(init) else None,
@@ -68,7 +69,8 @@ def model_card(checkpoint: Path, *, repo: str = "", license: str = "", audit: bo
         template_path=str(_TEMPLATE),
         plain=plain,
         title=name,
-        summary=_summary(state, texts),
+        kind=kind,
+        summary=_summary(state, texts, kind),
         path=repo or "path/to/this/directory",
         positions=config["n_positions"],
         tokenizer=state["tokenizer"],
@@ -83,7 +85,12 @@ def model_card(checkpoint: Path, *, repo: str = "", license: str = "", audit: bo
     return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")  # a file name may be in Latin-1
 
 
-def _summary(state: dict, texts: list[dict]) -> str:
+def model_type(checkpoint: Path) -> str:
+    """The model's type in transformers' config.json: gpt2, unless somebody has changed the model and says so there."""
+    return json.loads((checkpoint / "config.json").read_bytes())["model_type"]
+
+
+def _summary(state: dict, texts: list[dict], kind: str) -> str:
     """A sentence about the model, its training text and the length of its training."""
     config, init = state["config"], state["about"][0].get("init_from")
     model = ModelConfig(**{name: config[name] for name in SHAPE_FIELDS if name in config})
@@ -95,10 +102,12 @@ def _summary(state: dict, texts: list[dict]) -> str:
     steps = config["max_steps"]
     length = f"{config['train_hours']:g} hours" if steps == UNDECIDED else f"{steps:,} steps"
     note = f" It is a checkpoint of a run of {length}." if steps > state["step"] else ""
+    is_gpt2 = kind == "gpt2"  # of any other model the parameters are not known here
+    what = f"GPT-2 language model with {si(parameter_count(model))} parameters" if is_gpt2 else f"{kind} language model"
     return (
-        f"A GPT-2 language model with {si(parameter_count(model))} parameters ({model.n_layer} layers, {model.n_head} "
-        f"heads, {model.n_embd} wide, {model.n_positions:,} positions), trained {start} on {state['tokens']:,} tokens "
-        f"of {', '.join(links)}: the weights after step {state['step']:,}.{note}"
+        f"A {plain(what)} ({model.n_layer} layers, {model.n_head} heads, {model.n_embd} wide, {model.n_positions:,} "
+        f"positions), trained {start} on {state['tokens']:,} tokens of {', '.join(links)}: the weights after step "
+        f"{state['step']:,}.{note}"
     )
 
 

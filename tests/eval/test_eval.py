@@ -513,6 +513,16 @@ def test_an_incomplete_or_damaged_model_is_refused(model_dir, tmp_path, capsys):
         load(tmp_path)
 
 
+def test_a_changed_model_is_refused_by_its_type(model_dir, tmp_path):
+    """As CONTRIBUTING.md tells those who change the model to write it."""
+    model = shutil.copytree(model_dir, tmp_path / "model")
+    (model / "manifest.json").unlink(missing_ok=True)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"model_type": "gpt2-rope"}))
+    with pytest.raises(common.UserError, match=r"a gpt2-rope model, which transformers .* does not have; what its run"):
+        load(model)
+
+
 def test_logits_equal_those_of_transformers(tiny_gpt2, loaded):
     """Although the GELU is one operation instead of seven."""
     ids, activation = torch.arange(60).view(2, 30), loaded.model.config.activation_function

@@ -59,11 +59,12 @@ def card(tmp_path, whole_run):
     """state, lines of metrics.jsonl, results.json -> the card of such a checkpoint."""
     tiny = json.loads((whole_run[0] / "step_00000020" / "trainer_state.json").read_text())
 
-    def make(state: dict = STATE, lines: list[dict] = LINES, results: dict | None = None, **options) -> ModelCard:
+    def make(state=STATE, lines=LINES, results=None, kind="gpt2", **options) -> ModelCard:
         checkpoint = tmp_path / "run" / "step_00000100"
         shutil.rmtree(checkpoint.parent, ignore_errors=True)
         checkpoint.mkdir(parents=True)
         (checkpoint / "trainer_state.json").write_text(json.dumps(tiny | state))
+        (checkpoint / "config.json").write_text(json.dumps({"model_type": kind}))
         (checkpoint.parent / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         if results is not None:
             (checkpoint / "results.json").write_text(json.dumps(results))
@@ -271,6 +272,15 @@ def test_the_card_of_a_run_by_the_clock_knows_no_steps_before_the_decay(card):
 def test_a_checkpoint_that_lacks_a_newer_field_has_a_card(card):
     config = {name: value for name, value in CONFIG.items() if name != "hub_license"}
     assert card(STATE | {"config": config}).data.license == "mit"
+
+
+def test_the_card_of_a_changed_model_does_not_call_it_a_gpt2_that_transformers_loads(card):
+    changed = card(kind="gpt2-rope")
+    assert "A gpt2-rope language model (12 layers" in changed.text
+    assert "transformers has no model of the type gpt2-rope" in changed.text
+    assert "from_pretrained" not in changed.text
+    assert (changed.data.library_name, changed.data.tags[0]) == (None, "gpt2-rope")
+    assert "from_pretrained" in card().text
 
 
 def test_the_card_of_a_run(whole_run):
