@@ -134,7 +134,10 @@ class OptimizerConfig:
     max_steps: int = setting(1000, "optimizer steps in the run", min=1)
     total_batch_tokens: int = setting(524288, "tokens per optimizer step, over all processes and micro-steps", min=1)
     micro_batch_size: int | Literal["auto"] = setting(8, "sequences per device at once; auto: as many as fit", min=1)
-    optim: Literal["adamw", "muon"] = setting("adamw", "muon: Muon for matrices inside the blocks, AdamW for the rest")
+    optim: Literal[
+        "adamw",
+        "muon",
+    ] = setting("adamw", "muon: Muon for matrices inside the blocks, AdamW for the rest")
     learning_rate: float = setting(6e-4, "peak learning rate of AdamW", above=0)
     matrix_learning_rate: float = setting(
         0.0, "AdamW's peak rate for matrices inside the blocks (0: learning_rate)", requires=("optim", "adamw"), min=0
