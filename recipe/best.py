@@ -51,7 +51,7 @@ from recipe.engine.strategy import Strategy
 from recipe.estimate.forecast import MAX_EPOCHS, Fields, Forecast, Forecaster, config_of, yaml_of
 from recipe.estimate.scaling import SIZES, Size, law
 from recipe.train import run
-from recipe.utils.checkpoints import read_metrics
+from recipe.utils.checkpoints import checkpoints, read_metrics
 from recipe.utils.errors import ArgumentParser, ExitCode, UserError
 from recipe.utils.files import replace_file
 from recipe.utils.log import set_up_logging
@@ -188,6 +188,8 @@ def write_recipe(request: argparse.Namespace, flags: list[str], config: Config, 
         with processes.shared_error("the recipe cannot be written"):
             if processes.is_main:
                 lock.enter_context(run_directory(path.parent))
+                if checkpoints(path.parent) and not config.run.fresh:
+                    raise UserError(f"{path.parent} holds another run; give another --run_name, or --fresh")
         forecaster, seconds = read_text(request, config, strategy)
         search_flags = [*flags, f"--output_dir={path.parent / TRIAL}"]
         fields, best = search(request, search_flags, config, forecaster, seconds)

@@ -459,6 +459,16 @@ def test_several_processes_search_together(engine, tmp_path):
     assert head.startswith(f"{launcher} --num_processes 2 recipe/train.py --config runs/")
 
 
+def test_the_directory_of_another_run_is_refused_before_the_search(call_here):
+    """It would have taken its time, and left a recipe beside that run's checkpoints."""
+    Path("runs/mine/step_00000006").mkdir(parents=True)
+    argv = ["--text", "text.txt", "--device", "h100", "--run_name", "mine"]
+    assert "runs/mine holds another run; give another --run_name, or --fresh" in refused(call_here(*argv))
+    assert [path.name for path in Path("runs/mine").iterdir()] == ["step_00000006"]
+    ok(call_here(*argv, "--fresh"))
+    assert Path("runs/mine.old-1/step_00000006").exists()
+
+
 @pytest.mark.parametrize(
     ("text", "size", "length"),
     [("fineweb", "24 layers, 1024 wide .medium.", "train_hours"), ("text.txt", r"\d+ layers, \d+ wide", "max_steps")],
