@@ -33,9 +33,12 @@ WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json", "model-*-of
 # Causal masks that old checkpoints carry as buffers. The leading dot matters: without it c_attn.bias matches too.
 _OLD_BUFFERS = re.compile(r"\.attn\.(bias|masked_bias)$")
 
-# Fields of GPT2Config for which this module supports only one function.
+# The function between the two layers of an MLP, by transformers' names, of which GELU has two.
+ACTIVATIONS = {"gelu_new": gelu, "gelu_pytorch_tanh": gelu}
+
+# Fields of GPT2Config, and the values that this module supports.
 _SUPPORTED = {
-    "activation_function": ("gelu_new", "gelu_pytorch_tanh"),  # transformers' two names for it
+    "activation_function": tuple(ACTIVATIONS),
     "scale_attn_weights": (True,),
     "scale_attn_by_inverse_layer_idx": (False,),
     "reorder_and_upcast_attn": (False,),
@@ -106,18 +109,19 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two linear layers with a GELU in between, four times as wide unless n_inner is given."""
+    """Two linear layers with an activation in between, four times as wide unless n_inner is given."""
 
     def __init__(self, config: GPT2Config):
         super().__init__()
         self.resid_pdrop = config.resid_pdrop
+        self.activation = ACTIVATIONS[config.activation_function]
         inner = config.n_inner or 4 * config.n_embd
         self.c_fc = Conv1D(config.n_embd, inner)
         self.c_proj = Conv1D(inner, config.n_embd)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(B, T, D) -> (B, T, D)."""
-        y = self.c_proj(gelu(self.c_fc(x)))
+        y = self.c_proj(self.activation(self.c_fc(x)))
         return F.dropout(y, self.resid_pdrop, self.training)
 
 

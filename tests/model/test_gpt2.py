@@ -32,6 +32,18 @@ def config_of(n_embd: int = 32, n_head: int = 2, **changes) -> GPT2Config:
     return GPT2Config(n_embd=n_embd, n_head=n_head, **fields | NO_DROPOUT | changes)
 
 
+@pytest.mark.parametrize("name", gpt2.ACTIVATIONS)
+@torch.no_grad()
+def test_each_activation_is_that_of_transformers(name):
+    config = config_of(32, 2, activation_function=name)
+    model, reference = GPT2LMHeadModel(config), transformers.GPT2LMHeadModel(config).eval()
+    for block in model.transformer.h:
+        block.mlp.c_fc.weight.mul_(50)  # initially its results are so small that most activations are alike
+    reference.load_state_dict(model.state_dict(), strict=False)
+    ids = torch.arange(64).view(1, 64)
+    assert relative(model(ids), reference(ids).logits) < 1e-5
+
+
 @pytest.mark.parametrize(
     ("n_embd", "n_head"),
     [(768, 12), *(pytest.param(*size, marks=pytest.mark.slow) for size in ((1024, 16), (1280, 20), (1600, 25)))],
