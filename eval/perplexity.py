@@ -23,7 +23,7 @@ from eval import common
 from eval.loglikelihood import progress_bar, token_log_probs
 from eval.scores import score, text_dataset
 from recipe.utils.files import sha256_of
-from recipe.utils.shards import GPT2_TOKENS, SUFFIXES, ShardReader, shards_in
+from recipe.utils.shards import GPT2_TOKENS, SUFFIXES, ShardReader, dtype_of, shards_in
 
 
 def read_manifest(data: str) -> dict:
@@ -66,6 +66,9 @@ def shard_windows(
     windows, available = [], 0
     for path in digests:
         shard = ShardReader(path, vocab_size)
+        if shard.dtype.itemsize < dtype_of(vocab_size).itemsize:
+            problem = f"its tokens have 16 bits, too few for the model's {vocab_size:,}: another tokenizer made them"
+            raise common.UserError(f"{path}: {problem}")
         starts = range(0, len(shard) - T, T)
         taken = starts if limit is None else starts[: max(0, limit - available)]
         windows.append(shard.runs(np.array(taken, np.int64), T + 1))

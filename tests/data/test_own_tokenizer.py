@@ -394,6 +394,8 @@ def test_files_of_another_type_than_a_vocabulary_needs_are_refused(tmp_path, in_
             write_shard(path, ids[start:] - 60_000) if name == "gpt2" else ids[start:].tofile(path)
         code, _, error = in_process([*tiny_flags(tmp_path / name, tmp_path / "run", tokenizer=tokenizer), "--dry_run"])
         assert (code, f"train.bin: {message}" in error) == (2, True), error
+        with pytest.raises(UserError, match=message.partition(" the 70,000")[0]):
+            shard_windows(str(tmp_path / name), 32, 70_000)
 
 
 def test_weights_of_another_vocabulary_are_refused(trained_run, tmp_path):
