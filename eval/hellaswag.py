@@ -46,8 +46,8 @@ def clean(text: str) -> str:
 def encode_row(encode: Callable[[str], list[int]], row: dict, style: str) -> tuple[list[Request], list[int]]:
     """A row's four requests in a style, and the lengths that acc_norm divides by. `encode` adds no special tokens."""
     if style == "llmc":
-        context = encode(row["ctx"])
-        endings = [encode(" " + ending) for ending in row["endings"]]
+        context, start = encode(row["ctx"]), encode("a")  # a start, since some tokenizers put a space before a text
+        endings = [encode(f"a {ending}")[len(start) :] for ending in row["endings"]]
         return [Request(context + tokens, len(tokens)) for tokens in endings], [len(tokens) for tokens in endings]
     query = clean(f"{row['activity_label']}: {row['ctx_a']} {row['ctx_b'].capitalize()}")
     # As in the harness (_encode_pair in its api/model.py), spaces at the context's end belong to the continuation.

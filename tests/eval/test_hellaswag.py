@@ -12,6 +12,8 @@ from eval import hellaswag
 from eval.loglikelihood import LanguageModel, Request, score_groups
 from eval.published import ACCURACIES
 from eval.scores import ci95
+from recipe.data.tokenizer import open_tokenizer
+from tests.data.test_own_tokenizer import save, sentencepiece_bpe
 from tests.eval.conftest import local_tasks
 
 ROW = {"ctx": "", "endings": [""] * 4, "activity_label": "", "ctx_a": "", "ctx_b": "", "label": 0}
@@ -50,6 +52,14 @@ def test_a_limit_takes_as_large_a_share_of_each_source_as_all_rows_have(limit):
 
 def test_a_limit_above_all_rows_takes_all():
     assert hellaswag.load_rows(20_000) == hellaswag.load_rows()
+
+
+def test_an_ending_has_the_tokens_that_it_has_in_its_text(tmp_path):
+    """Also with a tokenizer that puts a space before each text, as Llama 2's."""
+    tokenizer = open_tokenizer(save(sentencepiece_bpe(), tmp_path))
+    row, texts = ROW | {"ctx": "ROM", "endings": ["ab", "R"] * 2}, ("ROM ab", "ROM R")
+    requests, _ = hellaswag.encode_row(lambda text: tokenizer.encode([text])[0].tolist(), row, "llmc")
+    assert [request.tokens for request in requests[:2]] == [tokenizer.encode([text])[0].tolist() for text in texts]
 
 
 def test_llmc_style_by_hand():
