@@ -130,7 +130,7 @@ def text_files(name: str) -> tuple[list[Path], list[Path]]:
     texts, links = _each_once([path for path in files if is_read[path]])
     splits = held_out(texts, directory)
     others = [path for path in files if not is_read[path]]
-    return [path for path in texts if path not in splits], others + runs + links + splits
+    return [path for path in texts if path not in splits], [*others, *runs, *links, *splits]
 
 
 def _each_once(files: list[Path]) -> tuple[list[Path], list[Path]]:
@@ -140,12 +140,12 @@ def _each_once(files: list[Path]) -> tuple[list[Path], list[Path]]:
     return [*by_file.values()], [path for path, first in zip(files, is_first, strict=True) if not first]
 
 
-def held_out(files: list[Path], directory: Path) -> list[Path]:
-    """Those files below a directory whose names are of a split beside a training split."""
+def held_out(files: list[Path], directory: Path) -> dict[Path, str]:
+    """Those files below a directory whose names are of a split beside a training split, with these names."""
     names = {path: os.path.relpath(path, directory) for path in files}
     if not any(map(_TRAIN.search, names.values())):
-        return []
-    return [path for path, name in names.items() if _HELD_OUT.search(name) and not _TRAIN.search(name)]
+        return {}
+    return {path: name for path, name in names.items() if _HELD_OUT.search(name) and not _TRAIN.search(name)}
 
 
 def _refuse(error: OSError) -> None:

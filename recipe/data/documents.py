@@ -219,7 +219,7 @@ class TextFiles:
             message = "data       %s skipped, since the files are read anyway: %s"
             logger.warning(message, plural(len(links), "link"), some(names, 3))
         skipped, directory = [p for p in self._skipped if os.path.realpath(p) not in by_file], Path(self._name)
-        splits = held_out([*self.paths, *filter(text_suffix, skipped)], directory) if directory.is_dir() else []
+        splits = held_out([*self.paths, *filter(text_suffix, skipped)], directory) if directory.is_dir() else {}
         if splits:
             message = "data       not trained on, as it is beside a training split: %s; val_data or a glob can name it"
             logger.warning(message, some(map(str, splits), 1))
