@@ -55,9 +55,8 @@ def main(argv: list[str] | None = None) -> int:
 def texts_of(data: DataConfig) -> list[DataConfig]:
     """What `prepare` makes of a data set: its training text, if it is text, and that of its validation."""
     texts = [data] if data.train_text else []
-    if data.val_text:
-        text = {"train_text": data.val_text, "dataset_name": os.path.dirname(data.val_data), "streaming": False}
-        texts.append(replace(data, **text, val_data="", val_text="", val_fraction=0.0, val_documents=0))
+    if data.val_text:  # with val_data, nothing of a text is held out
+        texts.append(replace(data, train_text=data.val_text, dataset_name=os.path.dirname(data.val_data)))
     return texts
 
 

@@ -62,6 +62,10 @@ class Producer:
                     f"{f'holds other files ({some(sorted(strays), 1)})' if out.is_dir() else 'is a file'}; name an "
                     f"empty or a new directory, or remove train_text to train on {out} itself"
                 )
+        flags = f"--train_text '' --dataset_name {shlex.quote(str(out))}"
+        self._other_ways = f"name another directory, or train on them as they are with {flags}"
+        if data.train_text == data.val_text:
+            self._other_ways = f"or validate on them as they are with --val_data {shlex.quote(data.val_data)}"
         self.shard_tokens, self._window = data.shard_tokens, data.sequence_length + 1
         if isinstance(self.source, HubText):  # with val_data, too: the shards do not depend on it
             self.val_documents = data.val_documents or HUB_VAL_DOCUMENTS
@@ -125,8 +129,7 @@ class Producer:
         if difference := self._difference(manifest):
             raise UserError(
                 f"{self.out} holds shards of another text or with other settings: {difference}. Delete {self.out} to "
-                "make them again, name another directory, or train on them as they are with --train_text '' "
-                f"--dataset_name {shlex.quote(str(self.out))}"
+                f"make them again, {self._other_ways}"
             )
 
     def _difference(self, manifest: Manifest) -> str:

@@ -153,6 +153,20 @@ def test_shards_of_a_text_that_has_changed_can_be_trained_on_with_the_flags_that
     assert sum(shard.tokens for shard in train.shards) > len(tokens_of([TEXT[:3000]])) * 0.99
 
 
+def test_a_run_whose_validation_text_has_changed_continues_with_the_flag_that_the_error_names(workdir, in_process):
+    (workdir / "train.txt").write_text(TEXT[:40_000])
+    (workdir / "val.txt").write_text(TEXT[:4000])
+    command = [*SMALL, "--dataset_name=train.txt", "--run_name=r"]
+    code, before, _ = in_process([*command, "--val_data=val.txt"])
+    assert code == 0, before
+    (workdir / "val.txt").write_text(TEXT[:3000])
+    code, _, error = in_process([*command, "--val_data=val.txt", "--max_steps=4"])
+    assert code == 2
+    proposed = shlex.split(error.partition("validate on them as they are with ")[2])
+    code, output, error = in_process([*command, *proposed, "--max_steps=4"])
+    assert (code, "from step 2" in output, "cannot be compared" in output) == (0, True, False), error
+
+
 @pytest.mark.parametrize(("name", "problem"), [("my.txt", "is a file"), ("texts", r"holds other files \(a\.txt\)")])
 def test_a_text_in_the_place_of_the_shards_of_another_is_refused(workdir, name, problem):
     """As in a copy of the default recipe of which only dataset_name was edited; a dry run checks it too."""
