@@ -64,7 +64,8 @@ def parse_config(argv: list[str] | None = None) -> Config:
     check(config)
     shards = config.data.dataset_name
     if not (config.data.mixture or config.data.train_text) and (Path(shards).exists() or glob.glob(shards)):
-        for name in sorted(flags.keys() & {*SHARD_FIELDS, "disk_budget_gb"} - {"tokenizer"}):
+        of_validation = {"text_column", "shard_tokens"} if config.data.val_text else set()
+        for name in sorted(flags.keys() & {*SHARD_FIELDS, "disk_budget_gb"} - {"tokenizer", *of_validation}):
             raise UserError(f"--{name} applies to text, but dataset_name {shards} holds shards; remove it")
     return config
 

@@ -1,6 +1,7 @@
 """A run trains on the data that its flags name, or ends with an error."""
 
 import gzip
+import json
 import math
 import os
 import re
@@ -111,6 +112,9 @@ def test_a_text_for_validation_alone(workdir, in_process):
     (checkpoint,) = workdir.glob("runs/r/step_*4")
     windows, *_ = shard_windows(trainer_config(checkpoint)["val_data"], 32)
     assert windows[0].tolist() == tokens_of([TEXT[5000:9000]])[:33], "make eval-val finds them"
+    (workdir / "val.jsonl").write_text(json.dumps({"content": TEXT[5000:9000]}))
+    fields = ["--dataset_name=train.bin", "--val_data=val.jsonl", "--text_column=content"]
+    assert opened(*fields)[1].shards[0].tokens == len(tokens_of([TEXT[5000:9000]]))
     entries = "[{name: train.bin, weight: 1, val_data: val.txt}, {name: train.jsonl, weight: 1, val_data: val.txt}]"
     code, output, _ = in_process([*SMALL, f"--dataset_name={entries}", "--run_name=mixed"])
     assert code == 0, output
