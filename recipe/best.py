@@ -243,7 +243,9 @@ def search(
     else:
         fields["train_hours"] = round(seconds / 3600, 4), "the remaining time; the clock starts the decay"
     fields["torch_compile"] = min(training_s, seconds) > min_compiled_seconds(strategy), "pays in a long run"
-    return fields | {name: (config.flat()[name], "as given") for name in sorted(request.given)}, best
+    values = config.flat()
+    values["val_data"] = config.data.val_text or config.data.val_data  # not shards, which depend on the tokenizer
+    return fields | {name: (values[name], "as given") for name in sorted(request.given)}, best
 
 
 def launcher(strategy: Strategy) -> str:
