@@ -189,7 +189,7 @@ class RunConfig:
     """Where and how the run computes, and what it logs, evaluates, saves and uploads."""
 
     config: str = setting(str(DEFAULT_RECIPE.relative_to(ROOT)), "recipe: a YAML file, or a name in recipe/configs")
-    run_name: str = setting("", "name of the run (empty: output_dir's, the recipe's, or NAME for NAME/recipe.yaml)")
+    run_name: str = setting("", "name of the run (empty: --output_dir's, the recipe's, or NAME for NAME/recipe.yaml)")
     output_dir: str = setting("", "directory of the run (empty: runs/<run_name>)", path=True)
     seed: int = setting(1337, "seed of the initial weights, the data order and dropout", min=0, below=2**63)
     precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] = setting(

@@ -49,7 +49,8 @@ def parse_config(argv: list[str] | None = None) -> Config:
     if len(lengths := [name for name in LENGTH_FIELDS if values.get(name)]) > 1:
         raise UserError(f"{' and '.join(lengths)} set the length of the run; give one of them")
     directory = re.search(r"(\w[\w.-]*)/recipe\.yaml$", path.as_posix())  # of a run, in which best.py has written it
-    stem = Path(values.get("output_dir") or (directory[1] if directory else path.stem)).name
+    # Not by an output_dir in the recipe: a copy would continue the run of the recipe itself.
+    stem = Path(flags.get("output_dir") or (directory[1] if directory else path.stem)).name
     default_name = re.sub(r"[^\w.-]+", "-", stem).strip("-.") or "run"
     if {"WANDB_SWEEP_ID", "WANDB_RUN_ID"} <= os.environ.keys():  # as `wandb agent` sets for each run
         default_name += f"-{os.environ['WANDB_RUN_ID']}"
