@@ -141,8 +141,9 @@ def _each_once(files: list[Path]) -> tuple[list[Path], list[Path]]:
 
 
 def held_out(files: list[Path], directory: Path) -> dict[Path, str]:
-    """Those files below a directory whose names are of a split beside a training split, with these names."""
-    names = {path: os.path.relpath(path, directory) for path in files}
+    """Those files below a directory whose names are of a split beside a training split, with these names. Markdown is
+    in none: training.md and testing.md are pages."""
+    names = {path: os.path.relpath(path, directory) for path in files if text_suffix(path) != ".md"}
     if not any(map(_TRAIN.search, names.values())):
         return {}
     return {path: name for path, name in names.items() if _HELD_OUT.search(name) and not _TRAIN.search(name)}

@@ -442,6 +442,7 @@ def test_tokens_beyond_the_vocabulary_are_refused_before_the_run(workdir):
         (["Dev/a.txt", "TRAIN/test.txt"], ["Dev/a.txt"]),
         (["wiki.test.txt", "wiki.train.txt", "wiki.valid.txt"], ["wiki.test.txt", "wiki.valid.txt"]),
         (["test.txt", "notes.txt", "contest-2.txt"], []),
+        (["guide/training.md", "guide/testing.md"], []),
     ],
 )
 def test_a_split_beside_a_training_split_is_not_trained_on(tmp_path, caplog, names, held_out):
