@@ -39,8 +39,8 @@ logger = logging.getLogger(__name__)
 
 _COMPLETE = "complete   training is finished (%s); raise --%s to train longer, or start over with --fresh"
 _SHARED = "output_dir must be on a file system that all nodes share"
-# Paths, which may differ between nodes.
-_PATH_FIELDS = {"config", "dataset_name", "val_data", "train_text", "init_from", "output_dir"}
+# Paths, which may differ between nodes, and the run's name, which may be output_dir's.
+_PATH_FIELDS = {"config", "dataset_name", "val_data", "val_text", "train_text", "init_from", "output_dir", "run_name"}
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,9 @@ def test_a_node_that_is_launched_differently_is_refused(monkeypatch, tmp_path):
     config = parse_config([*argv, "--output_dir=/mnt/a"])
     monkeypatch.setattr(Launch, "sent_by_rank_0", None)
     check_same_launch(config, node(Launch()))  # rank 0
-    check_same_launch(parse_config([*argv, "--output_dir=/b"]), node(Launch()))  # paths may differ
+    (tmp_path / "val.txt").write_text("some text")
+    paths = "--output_dir=/b", f"--val_data={tmp_path}/val.txt"
+    check_same_launch(parse_config([*argv, *paths]), node(Launch()))  # which may differ
     other_config = parse_config(["--max_steps=50", "--warmup_steps=1", "--seed=3", "--fresh"])
     with pytest.raises(UserError, match=r"max_steps 50 here, 60 on rank 0; .*seed 3 here, 1337 on rank 0; .*"):
         check_same_launch(other_config, node(Launch()))
