@@ -86,9 +86,7 @@ class FsdpStrategy(Strategy):
         for key, tensor in tensors.items():
             p, full = shards[key.partition(".")[2]], tensor.to(self.device.torch_device)
             if full.ndim:  # torch accepts a plain number beside a DTensor, but no other plain tensor
-                # What has the parameter's rows is sharded as they are; the rest, as a number a column, is replicated.
-                placements = p.placements if full.shape[0] == p.shape[0] else None
-                full = distribute_tensor(full, p.device_mesh, placements, src_data_rank=None)
+                full = distribute_tensor(full, p.device_mesh, p.placements, src_data_rank=None)
             sharded_state[key] = full
         super().scatter(model, optimizer, sharded_state, steps)
 

@@ -115,6 +115,9 @@ def test_a_text_for_validation_alone(workdir, in_process):
     (workdir / "val.jsonl").write_text(json.dumps({"content": TEXT[5000:9000]}))
     fields = ["--dataset_name=train.bin", "--val_data=val.jsonl", "--text_column=content"]
     assert opened(*fields)[1].shards[0].tokens == len(tokens_of([TEXT[5000:9000]]))
+    (workdir / "other.txt").write_text(TEXT[9000:12000])
+    assert in_process(["prepare", "--dataset_name=train.jsonl", "--val_data=other.txt"])[0] == 0
+    assert {path.name.partition("-")[0] for path in Path("data").iterdir()} == {"train", "val", "other"}
     entries = "[{name: train.bin, weight: 1, val_data: val.txt}, {name: train.jsonl, weight: 1, val_data: val.txt}]"
     code, output, _ = in_process([*SMALL, f"--dataset_name={entries}", "--run_name=mixed"])
     assert code == 0, output

@@ -26,7 +26,9 @@ from eval import common, sample
 from eval.curves import read_run
 from eval.perplexity import byte_lengths, shard_windows, summarize, window_losses
 from eval.report import write_report
-from recipe.config import parse_config
+from recipe.config import DataConfig, parse_config
+from recipe.data.documents import Column, tokenized
+from recipe.data.hub_text import HubText
 from recipe.data.prepare import prepare
 from recipe.data.shards import Manifest, check_tokenizer, find_shards
 from recipe.data.tokenizer import open_tokenizer
@@ -148,6 +150,9 @@ def test_a_text_comes_back_from_sentencepieces_tokens(tmp_path, monkeypatch, mak
     ids = [hf_tokenizer.encode(text, add_special_tokens=False) for text in texts]
     assert tokens == [token for i in ids for token in (tokenizer.end_of_text, *i)]
     assert [hf_tokenizer.decode(i) for i in ids] == texts
+    monkeypatch.setattr(HubText, "_rows", lambda self, stream: ((i, {"text": t}, None) for i, t in enumerate(texts)))
+    pieces = HubText(DataConfig(train_text="a/b"), Column("text", tokenizer)).pieces()
+    assert np.concatenate([i for _, i in tokenized(pieces, tokenizer)]).tolist() == [token for i in ids for token in i]
     spaces = len(texts)  # one is put before each text
     assert byte_lengths(hf_tokenizer)[tokens].sum() == len("".join(texts).encode()) + spaces
     assert tokenizer.decode(tokenizer.encode([" ab"], continuing=True)[0].tolist()) == b" ab", "as of a sample"
