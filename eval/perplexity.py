@@ -23,7 +23,7 @@ from eval import common
 from eval.loglikelihood import progress_bar, token_log_probs
 from eval.scores import score, text_dataset
 from recipe.utils.files import sha256_of
-from recipe.utils.shards import GPT2_TOKENS, SUFFIXES, ShardReader, dtype_of, shards_in
+from recipe.utils.shards import GPT2_TOKENS, SUFFIXES, ShardReader, shards_in
 
 
 def read_manifest(data: str) -> dict:
@@ -66,9 +66,6 @@ def shard_windows(
     windows, available = [], 0
     for path in digests:
         shard = ShardReader(path, vocab_size)
-        if shard.dtype.itemsize < dtype_of(vocab_size).itemsize:
-            problem = f"its tokens have 16 bits, too few for the model's {vocab_size:,}: another tokenizer made them"
-            raise common.UserError(f"{path}: {problem}")
         starts = range(0, len(shard) - T, T)
         taken = starts if limit is None else starts[: max(0, limit - available)]
         windows.append(shard.runs(np.array(taken, np.int64), T + 1))
@@ -114,8 +111,8 @@ def byte_lengths(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
     if not is_byte_level and not bytes_as_tokens <= set(tokens_by_id.values()):
         raise common.UserError("bits per byte need a tokenizer with all bytes, such as GPT-2's or Llama's")
 
-    def bytes_of_text(token: str) -> int:
-        return len((token if is_byte_level else token.replace("\u2581", " ")).encode())
+    def bytes_of_text(text: str) -> int:
+        return len((text if is_byte_level else text.replace("\u2581", " ")).encode())
 
     lengths = np.zeros(max(vocab.values()) + 1, np.int64)
     for i, token in tokens_by_id.items():

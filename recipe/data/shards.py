@@ -196,13 +196,7 @@ def check_tokenizer(name: str, shards: list[Shard], tokenizer: GPT2Tokenizer) ->
                 f"{name} holds shards of {origin}, but tokenizer is {tokenizer.name}; prepare its text again in "
                 "another directory, or set tokenizer to the one that made them"
             )
-        reader, vocab_size = ShardReader(shard.path, shard.vocab_size), tokenizer.vocab_size
-        sample = reader.read(_SAMPLE_SIZE)
-        if not manifest and reader.dtype.itemsize < tokenizer.dtype.itemsize:
-            raise UserError(
-                f"{shard.path}: its tokens have 16 bits, too few for the {vocab_size:,} tokens of {tokenizer.name}: "
-                "another tokenizer made them; set tokenizer to that one, or train on the text itself"
-            )
+        sample, vocab_size = ShardReader(shard.path, shard.vocab_size).read(_SAMPLE_SIZE), tokenizer.vocab_size
         if manifest or len(sample) < _MIN_SAMPLE:
             continue
         largest = int(sample.max())

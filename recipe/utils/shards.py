@@ -24,16 +24,24 @@ def dtype_of(vocab_size: int) -> np.dtype:
 
 class ShardReader:
     """The tokens of a shard, `len` of them, read on demand. It uses pread: if a memory-mapped file is truncated, SIGBUS
-    ends the process. Raises UserError for a file that is not a shard of a known format; nanoGPT's is recognized by its
-    tokens, which are below `vocab_size`, or GPT-2's if that is larger."""
+    ends the process. Raises UserError for a file that is not a shard of a known format, or whose tokens have too few
+    bits for `vocab_size`; nanoGPT's is recognized by its tokens, which are below that, or GPT-2's if it is larger."""
 
-    dtype = UINT16  # of the tokens
     sha256: str  # of the file, if `open_shard` has opened it
 
     def __init__(self, path: Path, vocab_size: int = GPT2_TOKENS):
         self.path, self._file = path, os.open(path, os.O_RDONLY)
         weakref.finalize(self, os.close, self._file)
-        header, size = os.pread(self._file, HEADER_BYTES, 0), os.fstat(self._file).st_size
+        self.dtype, self._begin, self._count = self._layout(vocab_size)
+        if self.dtype.itemsize < dtype_of(vocab_size).itemsize:
+            raise UserError(
+                f"{path}: its tokens have 16 bits, too few for a vocabulary of {vocab_size:,}: another tokenizer made "
+                "them; name that one, or prepare the text"
+            )
+
+    def _layout(self, vocab_size: int) -> tuple[np.dtype, int, int]:
+        """The type of the tokens, the byte at which they begin, and their number."""
+        path, header, size = self.path, os.pread(self._file, HEADER_BYTES, 0), os.fstat(self._file).st_size
         if size <= HEADER_BYTES:
             raise UserError(f"{path}: {size:,} bytes are too few for a shard; name another file, or prepare more text")
         if header.startswith(np.lib.format.MAGIC_PREFIX):
@@ -42,13 +50,11 @@ class ShardReader:
             if array.ndim != 1 or array.dtype not in FORMATS:
                 problem = f"an array of {array.dtype} with {array.ndim} dimensions"
                 raise UserError(f"{path}: {problem}; a .npy shard must have one dimension, of uint16 or uint32")
-            self.dtype, self._begin, self._count = array.dtype, array.offset, len(array)
-            return
+            return array.dtype, array.offset, len(array)
         if _is_headerless(header, max(vocab_size, GPT2_TOKENS)):
             if size % UINT16.itemsize:
                 raise UserError(f"{path}: {size:,} bytes for tokens of two each: the file was cut short; copy it again")
-            self._begin, self._count = 0, size // UINT16.itemsize
-            return
+            return UINT16, 0, size // UINT16.itemsize
         magic, version, count = np.frombuffer(header.ljust(HEADER_BYTES, b"\0"), "<i4")[:3].tolist()
         magics = {number: (dtype, known) for dtype, (number, known) in FORMATS.items()}
         if magic not in magics:
@@ -57,16 +63,15 @@ class ShardReader:
                 "nanoGPT; perhaps of another tokenizer, type (without a header uint16 is read) or byte order. Prepare "
                 "the text: python -m recipe.data.prepare --dataset_name TEXT"
             )
-        self.dtype, known = magics[magic]
+        dtype, known = magics[magic]
         if version != known:
             raise UserError(f"{path}: a shard of llm.c's version {version}; only {known} is read: prepare it again")
-        if size != HEADER_BYTES + count * self.dtype.itemsize:
+        if size != HEADER_BYTES + count * dtype.itemsize:
             raise UserError(
-                f"{path}: the header gives {count} tokens ({count * self.dtype.itemsize} bytes), but "
-                f"{size - HEADER_BYTES} bytes follow: the file was cut short, or its tokens are not {self.dtype}; "
-                "download or prepare it again"
+                f"{path}: the header gives {count} tokens ({count * dtype.itemsize} bytes), but {size - HEADER_BYTES} "
+                f"bytes follow: the file was cut short, or its tokens are not {dtype}; download or prepare it again"
             )
-        self._begin, self._count = HEADER_BYTES, count
+        return dtype, HEADER_BYTES, count
 
     def __len__(self) -> int:
         return self._count
