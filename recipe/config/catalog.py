@@ -24,7 +24,8 @@ _TRAIN = re.compile(_SPLIT.format("train|training"), re.IGNORECASE)
 _HELD_OUT = re.compile(_SPLIT.format("val|valid|validation|dev|test|testing|eval|evaluation"), re.IGNORECASE)
 # A data set's description, beside its README.md
 _HUB_METADATA = {"dataset_infos.json", "dataset_info.json", "dataset_dict.json"}
-DATA_NAMES = f"text or .bin files, a directory or a quoted glob, ORG/NAME on the Hub, or one of {', '.join(DATASETS)}"
+_LOCAL_NAMES = "text or .bin files, a directory or a quoted glob"
+DATA_NAMES = f"{_LOCAL_NAMES}, ORG/NAME on the Hub, or one of {', '.join(DATASETS)}"
 # The fields that decide the content of the shards of a text.
 SHARD_FIELDS = (
     *("dataset_config", "dataset_split", "dataset_revision", "text_column", "tokenizer"),
@@ -195,6 +196,8 @@ def unknown_data(name: str, field: str = "dataset_name") -> UserError:
         way_out += f"'{name.rstrip('/')}/*', reads files of any suffix as text"
     else:
         problem, way_out = "no such file, directory or data set", f"give {DATA_NAMES}"
+        if field == "val_data":  # which is read from this disk
+            problem, way_out = "no such file or directory", f"give {_LOCAL_NAMES}"
     return UserError(f"{field} {name}: {problem}\n{way_out}")
 
 

@@ -80,7 +80,10 @@ def test_with_val_data_all_of_the_text_is_trained_on(workdir, in_process):
     write_jsonl(workdir / "train.jsonl", DOCUMENTS[:30])
     (workdir / "val.txt").write_text(TEXT[5000:9000])
     (workdir / "empty.txt").touch()
-    for val_data, message in (("no", "val_data no: no such"), ("empty.txt", "empty.txt: holds no text")):
+    for val_data, message in (
+        ("no", "val_data no: no such file or directory\ngive text or .bin files"),
+        ("empty.txt", "empty.txt: holds no text"),
+    ):
         command = [*SMALL, "--dataset_name=train.jsonl", f"--val_data={val_data}"]
         for extra in ([], ["--dry_run"], ["--val_documents=5", "--streaming=true"]):
             code, _, error = in_process([*command, *extra])
