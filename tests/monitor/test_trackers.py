@@ -112,6 +112,7 @@ def test_wandb_continues_the_run_and_is_offline_without_a_key(tmp_path, messages
         if swept:
             agent.setenv("WANDB_RUN_ID", "1a2b3c4d")
         tracker = track(run, "wandb", 0, 10)
+    assert (tracker.run_id == "1a2b3c4d") == swept
     track(run, "wandb", 20, resume=10, run_id=tracker.run_id)
     names = [path.name for path in (run / "wandb").glob("offline-run-*")]
     assert names
