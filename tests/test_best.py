@@ -511,10 +511,12 @@ def test_its_recipe_is_that_of_its_run_and_a_copy_that_of_another(argv, name, di
 
 
 def test_its_recipe_names_a_validation_text_as_given_and_not_its_shards(call_here):
-    """Which a tokenizer of the text's own makes: they are not those of the tokenizer that the flags name."""
+    """Which a tokenizer of the text's own makes: they are not those of the tokenizer that the flags name. All of the
+    text is for training then."""
     Path("val.txt").write_text(SHAKESPEARE.read_text()[200_000:220_000])
     ok(call_here("--text", "text.txt", "--device", "h100", "--val_data", "val.txt"))
-    assert yaml.safe_load(Path("runs/text-0.1h/recipe.yaml").read_text())["val_data"] == "val.txt"
+    recipe = yaml.safe_load(Path("runs/text-0.1h/recipe.yaml").read_text())
+    assert (recipe["val_data"], recipe.get("val_fraction", 0)) == ("val.txt", 0)
     ok(call(".", "--config", "runs/text-0.1h/recipe.yaml", "--dry_run", "h100", script=ROOT / "recipe/train.py"))
 
 

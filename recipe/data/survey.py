@@ -32,7 +32,7 @@ class Text:
         tokenizer: its name, or its directory.
         tokens: for training, without the validation part; infinite for a data set on the Hub.
         token_bytes: bytes of text per token.
-        val_fraction: the share for validation.
+        val_fraction: the share for validation; 0 beside val_data.
         stride: the run reads every n-th piece of the text that was given; 1 is all of it.
     """
 
@@ -90,6 +90,6 @@ def survey(
         problem = f"--text {name} has {tokens:,.0f} tokens in {kept_bytes:,} bytes, too few to train on"
         least = f"{MIN_TOKENS:,} or more, about {MIN_TOKENS * ENGLISH:,.0f} bytes of English"
         raise UserError(f"{problem}; give {least}")
-    val_fraction = float(f"{min(0.1, max(0.01, VAL_TOKENS / tokens)):.1g}")
+    val_fraction = 0.0 if config.data.val_data else float(f"{min(0.1, max(0.01, VAL_TOKENS / tokens)):.1g}")
     tokens = (1 - val_fraction) * tokens if is_local else math.inf
     return Text(str(copy) if stride > 1 else name, tokenizer, tokens, token_bytes, val_fraction, stride)

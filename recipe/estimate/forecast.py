@@ -164,6 +164,8 @@ def recipe(size: Size, text: Text, tokens: float, devices: int) -> Fields:
         "save_steps": (interval, "as often as it is evaluated: the best checkpoint is kept"),
         "logging_steps": (max(1, min(50, steps // 40)), "forty lines or more"),
     }
+    if not text.val_fraction:
+        del fields["val_fraction"]
     if text.tokens == math.inf:
         fields["streaming"] = True, "tokenized while it trains"
     return fields
