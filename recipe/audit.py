@@ -301,7 +301,7 @@ def names_other_data(part: dict, replayed: dict) -> bool:
         return True
     for text, replayed_text in zip(texts, replayed_texts, strict=True):
         files = zip(text.get("files", []), replayed_text.get("files", []), strict=False)
-        if any(file.get("sha256") != replayed_file.get("sha256") for file, replayed_file in files):
+        if any(file.get(key) != other.get(key) for file, other in files for key in ("name", "size", "sha256")):
             return True
         names = () if "shards" in replayed_text else ("train_text", "dataset_config", "dataset_split")
         if any(text.get(name) != replayed_text.get(name) for name in names):

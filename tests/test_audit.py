@@ -507,6 +507,7 @@ def test_altered_data_are_found_at_their_step(shards, tmp_path, capsys, forked):
         ({"train_text": "a/b"}, {"train_text": "a/b", "dataset_split": "y"}, True),
         ({"train_text": "a/b"}, {"files": [{"name": "b.txt"}]}, True),
         ({"files": [{"name": "a.txt", "sha256": "12"}]}, {"files": [{"name": "b.txt", "sha256": "34"}]}, True),
+        ({"files": [{"name": "a.txt", "sha256": "12"}]}, {"files": [{"name": "b.txt", "sha256": "12"}]}, True),
         ({"files": [{"name": "a.txt", "mtime_ns": 1}]}, {"files": [{"name": "a.txt", "mtime_ns": 2}]}, False),
         ({"train_text": "a/b"}, {"shards": "data/b"}, False),  # prepared elsewhere, without a manifest
         ({"mixture": [{"files": []}, {"train_text": "b"}]}, {"mixture": [{"files": []}, {"train_text": "c"}]}, True),
