@@ -125,8 +125,6 @@ class Hub:
             "HF_TOKEN_PATH": f"{home}/token",
             "HF_HUB_CACHE": f"{home}/hub",
             "HF_DATASETS_CACHE": f"{home}/datasets",
-            "NO_PROXY": "127.0.0.1",
-            "no_proxy": "127.0.0.1",
         }
         return self
 
