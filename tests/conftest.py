@@ -223,8 +223,8 @@ def forget_after(step: int, run: Path) -> Path:
 
 @pytest.fixture
 def in_process(monkeypatch, capsys):
-    """argv -> (exit code, standard output, standard error) of recipe/train.py or, after "prepare", of the command that
-    prepares data, run in this process, on the CPU. Restores the process state that they change."""
+    """argv -> the result of recipe/train.py or, after "prepare", of the command that prepares data, in this process, on
+    the CPU. Restores the process state that they change."""
     import torch
     from accelerate.state import AcceleratorState, PartialState
 
@@ -236,11 +236,11 @@ def in_process(monkeypatch, capsys):
     }
     threads, matmul = torch.get_num_threads(), torch.get_float32_matmul_precision()
 
-    def run(argv: list) -> tuple[int, str, str]:
+    def run(argv: list) -> subprocess.CompletedProcess:
         AcceleratorState._reset_state(True)  # an earlier test may have left one of another precision
         name, words = ("recipe.data.prepare", argv[1:]) if argv[0] == "prepare" else ("recipe.train", argv)
         code = import_module(name).main([str(word) for word in words])
-        return code, *capsys.readouterr()
+        return subprocess.CompletedProcess(argv, code, *capsys.readouterr())
 
     capsys.readouterr()
     yield run

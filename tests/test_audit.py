@@ -21,7 +21,7 @@ from recipe.checkpoint.format import load_checkpoint
 from recipe.monitor.metrics import sha256_before
 from recipe.utils.checkpoints import checkpoints
 from tests import processes as programs
-from tests.checkpoint import change_state, replace_files
+from tests.checkpoint import change_state, flip_bit, replace_files
 from tests.conftest import ROOT, SHAKESPEARE, TINY, forget_after, launch, metrics, ok, run_train, tiny_flags, train
 
 KEPT = {"save_steps": 5, "save_total_limit": 9, "logging_steps": 2, "sample_steps": 10}
@@ -266,12 +266,9 @@ def test_a_flipped_bit_is_found(run, capsys, replayed_once):
 
 def test_a_damaged_checkpoint_at_the_start_of_an_interval_is_named(run, capsys, replayed_once):
     """Rather than the one at its end."""
-    path = run / "step_00000015" / "model.safetensors"
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
+    flip_bit(run / "step_00000015" / "model.safetensors")
     problem = "model.safetensors does not match its checksum in manifest.json"
-    assert audited(capsys, run) == (1, [f"step 15 to 20: different: {path.parent} is damaged: {problem}"])
+    assert audited(capsys, run) == (1, [f"step 15 to 20: different: {run}/step_00000015 is damaged: {problem}"])
 
 
 def test_an_interval_begins_at_the_checkpoint_from_which_the_run_resumed_with_other_settings(run):

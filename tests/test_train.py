@@ -152,7 +152,7 @@ def test_a_resumed_run_keeps_no_file_of_a_checkpoint_open(shards, whole_run, tmp
         return summarize(*arguments)
 
     monkeypatch.setattr("recipe.train.summarize", look_and_summarize)
-    assert in_process(tiny_flags(shards, run, dropout=0.1))[0] == 0
+    ok(in_process(tiny_flags(shards, run, dropout=0.1)))
     assert kept == []
 
 
@@ -166,9 +166,7 @@ def test_a_save_that_fails_fails_alone(shards, tmp_path, monkeypatch, in_process
         return save_checkpoint(*arguments)
 
     monkeypatch.setattr("recipe.checkpoint.manager.save_checkpoint", save)
-    code, out, _ = in_process(tiny_flags(shards, tmp_path))
-    assert code == 0
-    assert "step 10: NOT SAVED: Input/output error" in out
+    assert "step 10: NOT SAVED: Input/output error" in ok(in_process(tiny_flags(shards, tmp_path))).stdout
     assert [path.name for path in checkpoints(tmp_path)] == ["step_00000020"]
 
 
@@ -230,10 +228,9 @@ def test_a_resume_after_a_change_of_the_code_says_so(shards, short_run, tmp_path
         state["about"][-1] |= saved
 
     change_state(run / "step_00000006", change)
-    code, out, _ = in_process(tiny_flags(shards, run, max_steps=8))
-    assert code == 0
+    output = ok(in_process(tiny_flags(shards, run, max_steps=8))).stdout
     change_of_commit = f" (commit abc+, then {commits[0]})" if saved["commit"] and commits[0] else ""
-    assert f"code       has changed since step 6 was saved{change_of_commit}\n" in out
+    assert f"code       has changed since step 6 was saved{change_of_commit}\n" in output
 
 
 def test_an_extended_run_keeps_its_validation_losses_and_its_best_checkpoint(shards, tmp_path):
@@ -273,8 +270,7 @@ def test_a_step_is_saved_before_its_long_evaluation_which_a_resume_does_not_repe
     monkeypatch.setattr(Evaluator, "hellaswag", hellaswag)
     for max_steps in (4, 8):
         settings = {"max_steps": max_steps, "warmup_steps": 0, "save_steps": 4, "eval_steps": 4, "hellaswag_steps": 4}
-        code, _, err = in_process(tiny_flags(shards, run, **settings))
-        assert code == 0, err
+        ok(in_process(tiny_flags(shards, run, **settings)))
     assert steps == [0, 4, 8]
     assert were_saved[-2:] == [True, True]
 
@@ -362,9 +358,8 @@ def test_a_dry_run_for_other_devices_checks_the_inputs(
     (tmp_path / "short.bin").write_bytes(b"x")
     (tmp_path / "empty.txt").touch()
     argv = [f.format(tmp=tmp_path, run=whole_run[0]) for f in tiny_flags(shards, tmp_path / "run", **fields)]
-    result_code, out, err = in_process([*argv, "--dry_run=h100"])
-    assert result_code == code
-    assert re.search(output, err if code else out), out + err
+    result = in_process([*argv, "--dry_run=h100"])
+    assert re.search(output, refused(result) if code else ok(result).stdout)
     assert {path.name for path in tmp_path.iterdir()} == {"short.bin", "empty.txt"}
 
 

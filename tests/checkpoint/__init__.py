@@ -20,6 +20,13 @@ def save(run_dir: Path, step: int, **state) -> Path:
     return checkpoint.path
 
 
+def flip_bit(path: Path, index: int = -1) -> None:
+    """Damages a file, in its byte at `index`."""
+    content = bytearray(path.read_bytes())
+    content[index] ^= 1
+    path.write_bytes(content)
+
+
 def replace_files(checkpoint: Path, files: dict[str, bytes]) -> None:
     """Replaces files of a checkpoint and updates its manifest, so that it stays intact, as a foreign one may be."""
     manifest = json.loads((checkpoint / "manifest.json").read_text())

@@ -7,7 +7,6 @@ import threading
 import time
 from contextlib import ExitStack, nullcontext
 from types import SimpleNamespace
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -106,16 +105,21 @@ def test_metrics_are_flushed_before_the_checkpoint_is_committed(run, monkeypatch
     assert run.steps == [1]
 
 
-def test_the_last_save_on_a_full_disk_deletes_an_unprotected_checkpoint(run, monkeypatch, caplog):
-    """A disk for five checkpoints: the best, a milestone, a deletable one, the newest intact one, a damaged one."""
+def fail_saves(monkeypatch, number: int, is_due) -> None:
+    """Saves fail with this error whenever `is_due()`."""
     commit = module.save_checkpoint
 
-    def commit_on_full_disk(*arguments):
-        if len(run.steps) == 5:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    def save_checkpoint(*arguments):
+        if is_due():
+            raise OSError(number, os.strerror(number))
         commit(*arguments)
 
-    monkeypatch.setattr(module, "save_checkpoint", commit_on_full_disk)
+    monkeypatch.setattr(module, "save_checkpoint", save_checkpoint)
+
+
+def test_the_last_save_on_a_full_disk_deletes_an_unprotected_checkpoint(run, monkeypatch, caplog):
+    """A disk for five checkpoints: the best, a milestone, a deletable one, the newest intact one, a damaged one."""
+    fail_saves(monkeypatch, errno.ENOSPC, lambda: len(run.steps) == 5)
     monkeypatch.setattr(module, "prune", lambda *a: prune(*a) if run.metrics.warning else None)
     run.metrics.val_losses = {step: 1.0 if step == 1 else 2.0 for step in range(1, 6)}
     for step in range(1, 6):
@@ -134,14 +138,7 @@ def test_the_last_save_on_a_full_disk_deletes_an_unprotected_checkpoint(run, mon
 @pytest.mark.parametrize(("last_loss", "steps"), [(3.0, [1, 2]), (1.5, [4])])
 def test_the_last_save_on_a_full_disk_deletes_the_best_checkpoint_if_it_is_better(run, monkeypatch, last_loss, steps):
     """A disk for two checkpoints: the best, and the newest. A better loss, at step 3, was not saved."""
-    commit = module.save_checkpoint
-
-    def commit_on_full_disk(*arguments):
-        if len(run.steps) == 2:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        commit(*arguments)
-
-    monkeypatch.setattr(module, "save_checkpoint", commit_on_full_disk)
+    fail_saves(monkeypatch, errno.ENOSPC, lambda: len(run.steps) == 2)
     monkeypatch.setattr(module, "RETRY_WINDOW_S", 0)
     run.metrics.val_losses = {1: 2.0, 2: 4.0}
     run.save_and_wait(1)
@@ -157,15 +154,8 @@ def test_the_last_save_is_retried_for_a_minute(stopped, run, monkeypatch, caplog
     """Also of a run that a signal has stopped."""
     run.strategy.runtime.stop.requested = stopped
     monkeypatch.setattr(module, "RETRY_PAUSE_S", 0.1)
-    results = iter([errno.EIO, errno.EIO, None])
-    commit = module.save_checkpoint
-
-    def commit_on_broken_disk(*arguments):
-        if number := next(results):
-            raise OSError(number, os.strerror(number))
-        commit(*arguments)
-
-    monkeypatch.setattr(module, "save_checkpoint", commit_on_broken_disk)
+    is_broken = iter([True, True, False])
+    fail_saves(monkeypatch, errno.EIO, lambda: next(is_broken))
     run.save_and_wait(1)
     assert run.manager.finish()
     assert run.steps == [1]
@@ -192,7 +182,7 @@ def test_a_run_whose_directory_was_replaced_ends_and_touches_nothing_there(run, 
 def test_a_failed_save_is_not_retried_in_a_directory_that_replaces_the_runs(run, tmp_path_factory, monkeypatch):
     monkeypatch.setattr(module, "RETRY_PAUSE_S", 0.1)
     with monkeypatch.context() as patch:
-        patch.setattr(module, "save_checkpoint", Mock(side_effect=OSError(errno.EIO, os.strerror(errno.EIO))))
+        fail_saves(patch, errno.EIO, lambda: True)
         run.save_and_wait(3)
     run.directory.rename(tmp_path_factory.mktemp("moved") / "old")
     run.directory.mkdir()

@@ -13,6 +13,7 @@ from recipe.data.dataset import TokenDataset, check_data, check_same_data
 from recipe.data.mixed import MixedDataset
 from recipe.data.shards import Shard
 from recipe.utils.errors import UserError
+from tests.checkpoint import flip_bit
 from tests.data import write_shard
 
 T = 8
@@ -142,9 +143,7 @@ def test_each_epoch_verifies_each_shard_when_it_is_reached(shards, monkeypatch):
         data.sequences(step, 0, 2)
         data.sequences(step, 2, 4)
     assert [call.args[0].path for call in open_shard.mock_calls] == 2 * [shard.path for shard in shards]
-    content = bytearray(shards[2].path.read_bytes())
-    content[500] ^= 1  # in the unused part of the header
-    shards[2].path.write_bytes(content)
+    flip_bit(shards[2].path, 500)  # in the unused part of the header
     data = TokenDataset(shards, T, 13, seed=1)
     data.sequences(0, 0, 13)
     message = rf"train_000002\.bin: its SHA-256 is .* but was {shards[2].sha256[:16]}\.\.\. when"

@@ -6,6 +6,7 @@ import math
 import os
 import re
 import shlex
+import subprocess
 from pathlib import Path, PurePath
 
 import datasets
@@ -86,8 +87,7 @@ def test_with_val_data_all_of_the_text_is_trained_on(workdir, in_process):
     ):
         command = [*SMALL, "--dataset_name=train.jsonl", f"--val_data={val_data}"]
         for extra in ([], ["--dry_run"], ["--val_documents=5", "--streaming=true"]):
-            code, _, error = in_process([*command, *extra])
-            assert (code, message in error) == (2, True), error
+            assert message in refused(in_process([*command, *extra]))
             assert not (workdir / "data").exists()  # nothing was tokenized
     prepare(data_of("val.txt", "data/val", val_fraction=0.0))
     for val_data in ("data/val/train_*.bin", "val.txt"):
@@ -104,14 +104,14 @@ def test_a_text_for_validation_alone(workdir, in_process):
     write_jsonl(workdir / "train.jsonl", DOCUMENTS[:30])
     (workdir / "val.txt").write_text(TEXT[5000:9000])
     fields = ["--dataset_name=train.bin", "--val_data=val.txt"]
-    code, output, _ = in_process([*SMALL, *fields, "--dry_run"])
-    assert (code, "val.txt, to be prepared as shards in data/val-" in output) == (0, True)
-    assert in_process(["prepare", *fields])[0] == 0
-    code, output, _ = in_process([*SMALL, *fields, "--run_name=r"])
-    is_shown = "validation 1,131 tokens in 1 shard of val.txt" in output
-    assert (code, "tokenizing" in output, is_shown) == (0, False, True), output
-    code, output, _ = in_process([*SMALL, *fields, "--run_name=r", "--max_steps=4"])
-    assert (code, "from step 2" in output, "resuming with val" in output) == (0, True, False), output
+    plan = ok(in_process([*SMALL, *fields, "--dry_run"])).stdout
+    assert "val.txt, to be prepared as shards in data/val-" in plan
+    ok(in_process(["prepare", *fields]))
+    output = ok(in_process([*SMALL, *fields, "--run_name=r"])).stdout
+    assert "tokenizing" not in output
+    assert "validation 1,131 tokens in 1 shard of val.txt" in output
+    output = ok(in_process([*SMALL, *fields, "--run_name=r", "--max_steps=4"])).stdout
+    assert ("from step 2" in output, "resuming with val" in output) == (True, False), output
     (checkpoint,) = workdir.glob("runs/r/step_*4")
     windows, *_ = shard_windows(trainer_config(checkpoint)["val_data"], 32)
     assert windows[0].tolist() == tokens_of([TEXT[5000:9000]])[:33], "make eval-val finds them"
@@ -119,11 +119,10 @@ def test_a_text_for_validation_alone(workdir, in_process):
     fields = ["--dataset_name=train.bin", "--val_data=val.jsonl", "--text_column=content"]
     assert opened(*fields)[1].shards[0].tokens == len(tokens_of([TEXT[5000:9000]]))
     (workdir / "other.txt").write_text(TEXT[9000:12000])
-    assert in_process(["prepare", "--dataset_name=train.jsonl", "--val_data=other.txt"])[0] == 0
+    ok(in_process(["prepare", "--dataset_name=train.jsonl", "--val_data=other.txt"]))
     assert {path.name.partition("-")[0] for path in Path("data").iterdir()} == {"train", "val", "other"}
     entries = "[{name: train.bin, weight: 1, val_data: val.txt}, {name: train.jsonl, weight: 1, val_data: val.txt}]"
-    code, output, _ = in_process([*SMALL, f"--dataset_name={entries}", "--run_name=mixed"])
-    assert code == 0, output
+    ok(in_process([*SMALL, f"--dataset_name={entries}", "--run_name=mixed"]))
 
 
 @pytest.mark.parametrize("extra", ["--dry_run", "--max_steps=2", "--num_train_epochs=1", "--streaming=true"])
@@ -131,8 +130,7 @@ def test_text_of_which_nothing_is_held_out_is_refused_before_it_is_tokenized(wor
     """Not after hours of preparing it: a run needs a validation loss."""
     (workdir / "my.txt").write_text(TEXT[:9000])
     words = [word for word in SMALL if "epochs" not in extra or not word.startswith("--max_steps")]
-    code, _, error = in_process([*words, "--dataset_name=my.txt", "--val_fraction=0", extra])
-    assert code == 2
+    error = refused(in_process([*words, "--dataset_name=my.txt", "--val_fraction=0", extra]))
     assert "val_fraction 0 holds out nothing of my.txt for validation; set it above 0, or " in error
     assert not (workdir / "data").exists()
 
@@ -167,14 +165,12 @@ def test_a_run_whose_validation_text_has_changed_continues_with_the_flag_that_th
     (workdir / "train.txt").write_text(TEXT[:40_000])
     (workdir / "val.txt").write_text(TEXT[:4000])
     command = [*SMALL, "--dataset_name=train.txt", "--run_name=r"]
-    code, before, _ = in_process([*command, "--val_data=val.txt"])
-    assert code == 0, before
+    ok(in_process([*command, "--val_data=val.txt"]))
     (workdir / "val.txt").write_text(TEXT[:3000])
-    code, _, error = in_process([*command, "--val_data=val.txt", "--max_steps=4"])
-    assert code == 2
+    error = refused(in_process([*command, "--val_data=val.txt", "--max_steps=4"]))
     proposed = shlex.split(error.partition("validate on them as they are with ")[2])
-    code, output, error = in_process([*command, *proposed, "--max_steps=4"])
-    assert (code, "from step 2" in output, "cannot be compared" in output) == (0, True, False), error
+    output = ok(in_process([*command, *proposed, "--max_steps=4"])).stdout
+    assert ("from step 2" in output, "cannot be compared" in output) == (True, False), output
 
 
 @pytest.mark.parametrize(("name", "problem"), [("my.txt", "is a file"), ("texts", r"holds other files \(a\.txt\)")])
@@ -293,70 +289,53 @@ def test_a_working_directory_may_move(workdir, monkeypatch, in_process):
     (workdir / "old/mine.txt").write_text(TEXT[:9000])
     train_tokenizer([TEXT[:9000]], str(workdir / "old/own"), vocab_size=300)
 
-    def run(directory: str, *words: str) -> tuple[int, str]:
+    def run(directory: str, *words: str) -> subprocess.CompletedProcess:
         monkeypatch.chdir(workdir / directory)
         paths = flags(dataset_name=Path("mine.txt").absolute(), tokenizer=Path("own").absolute())
-        code, out, err = in_process([*paths, *SMALL, "--run_name=mine", *words])
-        return code, out + err
+        return in_process([*paths, *SMALL, "--run_name=mine", *words])
 
-    assert run("old")[0] == 0
+    ok(run("old"))
     (workdir / "old").rename(workdir / "new")
-    code, output = run("new")
-    assert (code, "training is finished" in output) == (0, True), output
-    assert run("new", "--max_steps=9")[0] == 0
+    assert "training is finished" in ok(run("new")).stdout
+    ok(run("new", "--max_steps=9"))
     assert len([*(workdir / "new/data").iterdir()]) == 1
     (workdir / "new/mine.txt").write_text(TEXT[1:9001])
-    code, output = run("new", "--max_steps=9")
-    assert (code, "mine.txt has changed since then" in output) == (2, True), output
+    assert "mine.txt has changed since then" in refused(run("new", "--max_steps=9"))
 
 
 @pytest.mark.parametrize("mixed", [False, True])
 def test_a_complete_run_is_complete_where_the_shards_of_its_text_have_another_name(workdir, in_process, mixed):
-    """By its command, or by a newer version."""
-    (workdir / "mine.txt").write_text(TEXT[:9000])
-    (workdir / "more.txt").write_text(TEXT[9000:18000])
-
-    def run(directory: str) -> tuple[int, str]:
-        if mixed:
-            entry = f"train_text: mine.txt, weight: 1, name: {directory}"
-            argv = [f"--dataset_name=[{{{entry}}}, {{name: more.txt, weight: 1}}]"]
-        else:
-            argv = flags(train_text="mine.txt", dataset_name=directory)
-        code, out, err = in_process([*argv, *SMALL, "--val_fraction=0.1", "--run_name=mine"])
-        return code, out + err
-
-    assert run("old")[0] == 0
-    code, output = run("new")
-    assert (code, "training is finished" in output) == (0, True), output
-    (workdir / "mine.txt").write_text(TEXT[1:9001])
-    code, output = run("new")
-    assert (code, "mine.txt has changed since then" in output) == (2, True), output
-
-
-def test_a_complete_run_notices_a_change_of_any_file_of_its_text(workdir, in_process):
-    """The checkpoint names the first ten."""
+    """By its command, or by a newer version; but not if any file of its text has changed: a checkpoint names the first
+    ten of twelve."""
     (workdir / "texts").mkdir()
     for number in range(12):
         (workdir / f"texts/{number:02d}.txt").write_text(TEXT[1000 * number :][:1000])
-    argv = ["--dataset_name=texts", *SMALL, "--val_fraction=0.1"]
-    assert in_process(argv)[0] == 0
-    code, out, _ = in_process(argv)
-    assert (code, "training is finished" in out) == (0, True)
+    (workdir / "more.txt").write_text(TEXT[12_000:21_000])
+
+    def run(directory: str) -> subprocess.CompletedProcess:
+        if mixed:
+            entry = f"train_text: texts, weight: 1, name: {directory}"
+            argv = [f"--dataset_name=[{{{entry}}}, {{name: more.txt, weight: 1}}]"]
+        else:
+            argv = flags(train_text="texts", dataset_name=directory)
+        return in_process([*argv, *SMALL, "--val_fraction=0.1", "--run_name=mine"])
+
+    ok(run("old"))
+    assert "training is finished" in ok(run("new")).stdout
     (workdir / "texts/11.txt").write_text(TEXT[:1000])
-    code, _, err = in_process(argv)
-    assert (code, "is complete, but texts has changed since then" in err) == (2, True), err
+    assert "is complete, but texts has changed since then" in refused(run("new"))
 
 
 def test_a_complete_run_that_is_repeated_with_another_split_of_its_text_is_told_which(workdir, in_process):
     (workdir / "mine.txt").write_text(TEXT[:9000])
-    assert in_process(["--dataset_name=mine.txt", *SMALL, "--val_fraction=0.1"])[0] == 0
-    code, _, err = in_process(["--dataset_name=mine.txt", *SMALL, "--val_fraction=0.2"])
-    assert (code, "is complete, but was trained with val_fraction 0.1, not 0.2; choose" in err) == (2, True), err
+    ok(in_process(["--dataset_name=mine.txt", *SMALL, "--val_fraction=0.1"]))
+    error = refused(in_process(["--dataset_name=mine.txt", *SMALL, "--val_fraction=0.2"]))
+    assert "is complete, but was trained with val_fraction 0.1, not 0.2; choose" in error
     (workdir / "other.txt").write_text(TEXT[9000:18000])
     prepare(data_of("other.txt", "data/val", val_fraction=0.0))
     argv = ["--dataset_name=mine.txt", *SMALL, "--val_fraction=0.1", "--val_data=data/val/train_*.bin"]
-    code, _, err = in_process(argv)  # trains on all of mine.txt
-    assert (code, "is complete, but was trained with val_data '', not 'data/val" in err) == (2, True), err
+    error = refused(in_process(argv))  # trains on all of mine.txt
+    assert "is complete, but was trained with val_data '', not 'data/val" in error
 
 
 def test_a_text_and_a_tokenizer_give_the_same_shards_however_their_paths_are_written(workdir, monkeypatch):

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from recipe.checkpoint.format import checkpoints, step_of
+from tests.checkpoint import flip_bit
 from tests.conftest import ROOT, by_step, environment, forget_after
 from tests.engine.conftest import assert_same_losses, settings
 
@@ -195,9 +196,7 @@ def test_a_node_that_does_not_see_the_same_checkpoint_is_refused(problem, messag
         del manifest["files"]["generation_config.json"]
         (checkpoint / "manifest.json").write_text(json.dumps(manifest))
     elif problem == "damaged":
-        content = bytearray((checkpoint / "optimizer.safetensors").read_bytes())
-        content[-1] ^= 1
-        (checkpoint / "optimizer.safetensors").write_bytes(content)
+        flip_bit(checkpoint / "optimizer.safetensors")
     arguments = settings(shards, output_dir="run")  # in each node's own folder
     (code, first), (other_code, second) = on_two_nodes(*arguments, files=DDP, folders=folders)
     assert 0 not in (code, other_code)

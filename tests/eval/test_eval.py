@@ -25,7 +25,8 @@ from eval import common, compare, hellaswag, perplexity, sample, scores
 from recipe.data.shards import ShardReader, find_shards
 from recipe.hub.model_card import model_card
 from recipe.utils.files import sha256_of
-from tests.conftest import ROOT, SHAKESPEARE
+from tests.checkpoint import flip_bit
+from tests.conftest import ROOT, SHAKESPEARE, ok
 from tests.data import write_shard
 from tests.eval.conftest import load
 
@@ -114,7 +115,7 @@ def test_all_of_a_text_is_evaluated_by_the_commands_that_an_error_names(model_di
         command(perplexity, model_dir, "--data", text)
     prepare = re.search(r"python -m recipe\.data\.prepare (.*?), then", str(error.value))[1]
     words = prepare.replace("FILE", str(text)).replace("DIRECTORY", str(tmp_path / "shards")).split()
-    assert in_process(["prepare", *words])[0] == 0
+    ok(in_process(["prepare", *words]))
     (pattern,) = re.findall(r"--data '(.*?)'", str(error.value))
     pattern = pattern.replace("DIRECTORY", str(tmp_path / "shards"))
     command(perplexity, model_dir, "--data", pattern, "--sequence_length", 16, "--output", tmp_path / "results.json")
@@ -473,9 +474,7 @@ def test_a_hostile_model_neither_unpickles_nor_runs_code(model_dir, tmp_path, er
 
 def test_a_model_with_a_flipped_bit_is_refused(whole_run, tmp_path, error_of):
     checkpoint = shutil.copytree(whole_run[0] / "step_00000020", tmp_path / "step_00000020")
-    data = bytearray((checkpoint / "model.safetensors").read_bytes())
-    data[-7] ^= 1
-    (checkpoint / "model.safetensors").write_bytes(data)
+    flip_bit(checkpoint / "model.safetensors")
     for module in (sample, perplexity):
         message = f"model {checkpoint}: model.safetensors does not match its checksum in manifest.json"
         assert message in error_of(module, checkpoint)

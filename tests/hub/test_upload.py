@@ -27,7 +27,7 @@ from recipe.utils.files import replace_file
 from recipe.utils.processes import Processes
 from tests import processes
 from tests.checkpoint import replace_files
-from tests.conftest import TINY, by_step, flags, ok, recorded, run_train, tiny_flags
+from tests.conftest import TINY, by_step, flags, ok, recorded, refused, run_train, tiny_flags
 from tests.hub import REPO, TOKEN, Fault, Hub
 from tests.hub.conftest import change
 from tests.hub.server import Model
@@ -85,10 +85,10 @@ def test_a_run_uploads_its_milestones_and_its_last_checkpoint(shards, whole_run,
 
 
 def test_a_stopped_run_names_the_command_that_uploads_its_checkpoint(hub, shards, tmp_path, in_process):
-    code, out, _ = in_process(uploading(shards, tmp_path / "run", milestone_steps=0, max_hours=1e-9))
-    assert code == 75
-    assert f"upload     checkpoints to {hub.url}/{REPO}: the last\n" in out
-    assert f"upload     make push RUN={tmp_path / 'run'} REPO={REPO} uploads that checkpoint" in out
+    result = in_process(uploading(shards, tmp_path / "run", milestone_steps=0, max_hours=1e-9))
+    assert result.returncode == 75
+    assert f"upload     checkpoints to {hub.url}/{REPO}: the last\n" in result.stdout
+    assert f"upload     make push RUN={tmp_path / 'run'} REPO={REPO} uploads that checkpoint" in result.stdout
 
 
 def config_of(run: Path, **changes):
@@ -343,8 +343,7 @@ def test_a_push_updates_the_card_unless_no_card_is_set(hub, run, capsys):
 
 
 def test_a_refused_license_stops_a_run_before_its_first_step_and_a_push(hub, run, shards, tmp_path, in_process, capsys):
-    code, _, error = in_process(uploading(shards, tmp_path / "new", hub_license="mine"))
-    assert code == 2
+    error = refused(in_process(uploading(shards, tmp_path / "new", hub_license="mine")))
     assert not (tmp_path / "new" / "metrics.jsonl").exists()
     assert push(run, "--license", "mine") == 2
     for message in (error, capsys.readouterr().err):
