@@ -242,14 +242,19 @@ def test_the_speed_of_a_size_that_only_the_trials_make_the_best_is_measured(monk
 
 
 @pytest.mark.parametrize(
-    ("hours", "speed", "timed", "trained"),
-    [("0.05", 500, False, False), ("0.15", 500, False, True), ("0.3", 500, True, True), ("1", 1e5, True, False)],
+    ("argv", "speed", "timed", "trained"),
+    [
+        ("--hours=0.05", 500, False, False),
+        ("--hours=0.15", 500, False, True),
+        ("--hours=0.3", 500, True, True),
+        ("--hours=1", 1e5, True, False),  # its text ends early
+        ("--hours=0.3 --torch_compile=false", 500, False, False),  # where the compiler is broken
+    ],
 )
-def test_a_run_on_a_gpu_is_compiled_from_five_minutes_on(hours, speed, timed, trained, call_here, monkeypatch):
-    """And from a quarter of an hour on when its speed is measured, too, which takes a minute or two of compiling. The
-    last one's text ends early."""
+def test_a_run_on_a_gpu_is_compiled_from_five_minutes_on(argv, speed, timed, trained, call_here, monkeypatch):
+    """And from a quarter of an hour on when its speed is measured, too, which takes a minute or two of compiling."""
     runs = fake_runs(monkeypatch, lambda size, batch: speed)
-    ok(call_here("--text", SHAKESPEARE, "--hours", hours, "--run_name", "gpu", "--dry_run"))
+    ok(call_here("--text", SHAKESPEARE, *argv.split(), "--run_name", "gpu", "--dry_run"))
     values = yaml.safe_load(Path("runs/gpu/recipe.yaml").read_text())
     assert {run.torch_compile for run in runs if not run.train_hours} == {timed}
     assert values["torch_compile"] is trained
@@ -279,14 +284,6 @@ def test_time_that_reading_the_text_has_used_up_is_an_error_of_one_line(call_her
     monkeypatch.setattr("psutil.Process.create_time", lambda self: time.time() - 200)
     error = refused(call_here("--text", SHAKESPEARE, "--hours", "0.05", "--dry_run"))
     assert "the search has used up the time; give more --hours" in error
-
-
-@pytest.mark.parametrize(("argv", "compiled"), [([], True), (["--torch_compile", "false"], False)])
-def test_the_speed_is_measured_compiled_unless_the_user_says_otherwise(argv, compiled, monkeypatch, call_here):
-    """Where the compiler is broken, the search would end in its error."""
-    runs = fake_runs(monkeypatch, lambda size, batch: 1e5)
-    ok(call_here("--text", SHAKESPEARE, "--hours", "2", "--dry_run", *argv))
-    assert {run.torch_compile for run in runs if not run.train_hours} == {compiled}, "all but the trials"
 
 
 def measured(output: str) -> tuple[float, float]:

@@ -123,15 +123,6 @@ def test_a_file_of_somebody_else_is_named_without_an_errno(tmp_path, capsys, mon
     assert capsys.readouterr().err == 2 * f"error: data/shared/train_000000.bin: Permission denied; {way_out}\n"
 
 
-def test_a_cpu_without_memory_is_reported_in_a_line(capsys):
-    with pytest.raises(RuntimeError) as full:
-        torch.empty(1 << 60, dtype=torch.uint8)
-    assert fail(full.value) == 2
-    way_out = "lower --micro_batch_size (the line `batch` has it), or see what helps in docs/memory.md"
-    expected = f"error: can't allocate memory: you tried to allocate {1 << 60} bytes; {way_out}\n"
-    assert capsys.readouterr().err == expected
-
-
 @pytest.mark.parametrize(
     ("error", "cause"),
     [
@@ -198,6 +189,10 @@ def test_a_gpu_that_pytorch_cannot_use_is_an_error_unless_the_cpu_is_asked_for(m
 # store, as in a static rendezvous, restarted processes find the addresses of the dead: they hang, or use up restarts.
 GPUS = {"ACCELERATE_USE_CPU": "false", "LOCAL_WORLD_SIZE": "8"}
 RESTARTS = {"TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+# As of a SLURM job whose other node has another time: this node's share of the devices would train alone.
+NODES = {"RECIPE_NODES": "2"}
+# As Accelerate starts one process; or mpirun several.
+ONE = {"MASTER_PORT": "29500", "ACCELERATE_MIXED_PRECISION": "no"}
 
 
 @pytest.mark.parametrize(
@@ -210,23 +205,19 @@ RESTARTS = {"TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_USE_AGENT_STORE": "T
         ({"WORLD_SIZE": "2", "RANK": "0"}, r"WORLD_SIZE is set without LOCAL_RANK \(.* and LOCAL_WORLD_SIZE \(.*; set"),
         (RESTARTS, "--max_restarts needs --rdzv_backend c10d, and TORCH_DISABLE_SHARE_RDZV_TCP"),
         (RESTARTS | {"TORCHELASTIC_USE_AGENT_STORE": "False"}, ""),
+        (NODES | {"GROUP_WORLD_SIZE": "1"}, "^1 of 2 nodes found each other.*synchronize the nodes' clocks$"),
+        (NODES | {"GROUP_WORLD_SIZE": "2"}, ""),
+        (ONE, "has started one process"),
+        (ONE | {"OMPI_COMM_WORLD_SIZE": "2"}, ""),
     ],
 )
 def test_a_launch_whose_processes_cannot_work_together_is_refused(monkeypatch, variables, message):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr("psutil.Process.cmdline", lambda self: ["pytest", ""])  # make passes on an empty ARGS
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     set_environment(monkeypatch, variables)
     with pytest.raises(UserError, match=message) if message else nullcontext():
         check_launch()
-
-
-def test_a_node_that_would_train_without_the_others_is_refused(monkeypatch):
-    """As that of a SLURM job whose other node has another time: its share of the devices would train alone."""
-    set_environment(monkeypatch, {"RECIPE_NODES": "2", "GROUP_WORLD_SIZE": "1"})
-    with pytest.raises(UserError, match=r"^1 of 2 nodes found each other.*synchronize the nodes' clocks$"):
-        check_launch()
-    monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
-    check_launch()
 
 
 @pytest.mark.skipif(find_spec("torch_xla") is not None, reason="needs an environment without torch_xla")
@@ -299,16 +290,6 @@ def test_accelerate_must_not_start_one_process_where_the_launch_asks_for_several
     result = subprocess.run(argv, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300)
     assert "error: Accelerate has started one process, though its settings are for several: " in result.stderr
     assert result.returncode == 1  # the launcher's
-
-
-def test_mpirun_may_start_the_processes_that_accelerate_does_not(monkeypatch):
-    port = {"MASTER_PORT": "29500", "ACCELERATE_MIXED_PRECISION": "no", "OMPI_COMM_WORLD_SIZE": "2"}
-    set_environment(monkeypatch, port)
-    monkeypatch.setattr("psutil.Process.cmdline", lambda self: ["pytest", ""])  # make passes on an empty ARGS
-    check_launch()
-    monkeypatch.delenv("OMPI_COMM_WORLD_SIZE")
-    with pytest.raises(UserError, match="has started one process"):
-        check_launch()
 
 
 def test_a_port_that_the_user_has_set_asks_for_no_processes():
@@ -444,33 +425,55 @@ def test_torchrun_does_not_restart_a_mistake(tmp_path):
     ],
 )
 def test_torchrun_restarts_what_may_pass(monkeypatch, error, stepping, is_restarted):
-    """A disk or the Hub may work again, and the run then continues from its checkpoint."""
+    """A disk or the Hub may work again, and the run then continues from its checkpoint. Before the first step, that is
+    told apart also after all processes have raised the error."""
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
     monkeypatch.setattr(StopSignal, "stepping", stepping)
     monkeypatch.setattr(os, "kill", kill := mock.Mock())
     assert fail(error) == 2
     assert kill.mock_calls == ([] if is_restarted else [mock.call(os.getppid(), signal.SIGTERM)])
+    if not stepping:
+        message = re.escape(str(error))
+        with pytest.raises(UserError, match=message) as shared, Processes().shared_error("the data cannot be read"):
+            raise error
+        assert isinstance(shared.value, Unreachable) == is_restarted
 
 
 COMMAND = "['/usr/bin/gcc', '/tmp/tmp1/cuda_utils.c', '-O3', '-shared', '-fPIC', '-I/usr/include/python3.12']"
+COMPILER = "torch.compile needs a C++ compiler and Python's headers, and this machine lacks one of them: install them "
+COMPILER += "(on Debian and Ubuntu: apt install g++ python3-dev), or add --torch_compile false"
+CUBLAS = "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
+CPU = "; lower --micro_batch_size (the line `batch` has it), or see what helps in docs/memory.md"
+GPU = CPU + "; nvidia-smi lists the programs that use the GPU"
 
 
 @pytest.mark.parametrize(
-    "message",
+    ("error", "message"),
     [
-        "InvalidCxxCompiler: No working C++ compiler found in torch._inductor.config.cpp.cxx: (None, 'g++')",
-        "CppCompileError: C++ compile error\n\nOutput:\nmain.c:5: fatal error: Python.h: No such file or directory",
-        "RuntimeError: Failed to find C compiler. Please specify via CC environment variable or set triton.knobs",
-        f"CalledProcessError: Command '{COMMAND}' returned non-zero exit status 1.",
+        (
+            "InvalidCxxCompiler: No working C++ compiler found in torch._inductor.config.cpp.cxx",
+            COMPILER,
+        ),
+        ("CppCompileError: C++ compile error\n\nOutput:\nmain.c:5: fatal error: Python.h: No such file", COMPILER),
+        ("RuntimeError: Failed to find C compiler. Please specify via CC environment variable or set", COMPILER),
+        (f"CalledProcessError: Command '{COMMAND}' returned non-zero exit status 1.", COMPILER),
+        ("CUDA out of memory. Tried to allocate 2 GiB. GPU 0 has", f"CUDA out of memory. Tried to allocate 2 GiB{GPU}"),
+        # Outside PyTorch's allocator, where another program has taken the memory
+        ("CUDA error: out of memory\nCUDA kernel errors might be reported", f"CUDA error: out of memory{GPU}"),
+        (CUBLAS, CUBLAS + GPU),
+        ("NCCL error in: x.cpp\nLast error:\nCuda failure 2 'out of memory'", f"Cuda failure 2 'out of memory'{GPU}"),
+        (1 << 60, f"can't allocate memory: you tried to allocate {1 << 60} bytes{CPU}"),  # of a CPU
     ],
 )
-def test_a_machine_without_a_compiler_is_an_error_of_one_line(message, capsys):
-    """As in many containers: PyTorch runs there, until torch.compile writes its first kernel."""
-    assert fail(RuntimeError(message)) == 2
-    assert capsys.readouterr().err == (
-        "error: torch.compile needs a C++ compiler and Python's headers, and this machine lacks one of them: install "
-        "them (on Debian and Ubuntu: apt install g++ python3-dev), or add --torch_compile false\n"
-    )
+def test_a_machine_without_a_compiler_or_without_memory_left_is_an_error_of_one_line(error, message, capsys):
+    """In many containers PyTorch runs until torch.compile writes its first kernel. And no estimate of the memory knows
+    the other programs that start to use it, or attention without a kernel for a device."""
+    if isinstance(error, int):
+        with pytest.raises(RuntimeError) as full:
+            torch.empty(error, dtype=torch.uint8)
+        error = full.value
+    assert fail(RuntimeError(error)) == 2
+    assert capsys.readouterr().err == f"error: {message}\n"
 
 
 @pytest.mark.slow
@@ -481,24 +484,6 @@ def test_a_compiled_run_without_a_compiler_says_so(shards, tmp_path):
     assert result.returncode == 2
     assert "\nerror: torch.compile needs a C++ compiler" in f"\n{result.stderr}"
     assert "Traceback" not in result.stderr
-
-
-@pytest.mark.parametrize(
-    ("error", "is_transient"),
-    [
-        (OSError(5, "Input/output error"), True),
-        (Unreachable("no answer"), True),
-        (caused_by(OSError(5, "Input/output error")), True),
-        (UserError("no such file"), False),
-    ],
-)
-def test_what_may_pass_is_told_apart_also_after_all_processes_have_raised_it(error, is_transient):
-    with (
-        pytest.raises(UserError, match=re.escape(str(error))) as shared,
-        Processes().shared_error("the data cannot be read"),
-    ):
-        raise error
-    assert isinstance(shared.value, Unreachable) == is_transient
 
 
 def test_all_processes_agree_on_whether_an_error_may_pass(monkeypatch):

@@ -5,12 +5,10 @@ import re
 import shutil
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
 from recipe.config import parse_config
 from recipe.engine.factory import open_strategy
-from recipe.engine.launch import fail
 from recipe.estimate.fused_loss import fused_loss
 from recipe.estimate.micro_batch import micro_batch
 from recipe.utils.errors import UserError
@@ -76,7 +74,6 @@ def test_all_processes_use_the_micro_batch_that_fits_each(shards, tmp_path):
 
 XL = "--config=gpt2-xl --dataset_name=x --total_batch_tokens=131072 "
 MEDIUM = "--config=gpt2-medium --dataset_name=x "
-CUBLAS = "CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
 
 
 @pytest.mark.parametrize(
@@ -152,30 +149,3 @@ def test_a_cpu_uses_a_fixed_number(shards, tmp_path):
     assert "\ntime       about " in result.stdout
     assert "learning_rate:" not in result.stdout  # the summary is printed, not the configuration
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize(
-    ("error", "reason"),
-    [
-        (
-            torch.OutOfMemoryError(
-                "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11"
-            ),
-            "CUDA out of memory. Tried to allocate 2.00 GiB",
-        ),
-        # Outside PyTorch's allocator, where another program has taken the memory
-        (RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be reported"), "CUDA error: out of memory"),
-        (RuntimeError(f"CUDA error: {CUBLAS}"), f"CUDA error: {CUBLAS}"),
-        (
-            RuntimeError("NCCL error in: x.cpp\nLast error:\nCuda failure 2 'out of memory'"),
-            "Cuda failure 2 'out of memory'",
-        ),
-    ],
-)
-def test_a_device_that_is_full_all_the_same_is_an_error_of_one_line(error, reason, capsys):
-    """The estimate does not know the other programs that start to use it, or attention without a kernel for it."""
-    assert fail(error) == 2
-    assert capsys.readouterr().err == (
-        f"error: {reason}; lower --micro_batch_size (the line `batch` has it), or see what helps in docs/memory.md; "
-        "nvidia-smi lists the programs that use the GPU\n"
-    )
