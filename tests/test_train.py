@@ -1,6 +1,5 @@
 """Whole runs of recipe/train.py: golden losses, resuming, world sizes, what a run prints and writes."""
 
-import errno
 import json
 import os
 import re
@@ -17,12 +16,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from recipe.checkpoint.format import checkpoints, save_checkpoint
+from recipe.checkpoint.format import checkpoints
 from recipe.data.tokenizer import encode
 from recipe.evaluation import Evaluator
 from recipe.hub.model_card import model_card
 from recipe.monitor.summary import summarize
-from tests import processes as programs
 from tests.checkpoint import change_state
 from tests.conftest import (
     ROOT,
@@ -154,47 +152,6 @@ def test_a_resumed_run_keeps_no_file_of_a_checkpoint_open(shards, whole_run, tmp
     monkeypatch.setattr("recipe.train.summarize", look_and_summarize)
     ok(in_process(tiny_flags(shards, run, dropout=0.1)))
     assert kept == []
-
-
-def test_a_save_that_fails_fails_alone(shards, tmp_path, monkeypatch, in_process):
-    """A file server that does not answer for a moment must not end a run."""
-    failures = [OSError(errno.EIO, "Input/output error")]
-
-    def save(*arguments):
-        if failures:
-            raise failures.pop()
-        return save_checkpoint(*arguments)
-
-    monkeypatch.setattr("recipe.checkpoint.manager.save_checkpoint", save)
-    assert "step 10: NOT SAVED: Input/output error" in ok(in_process(tiny_flags(shards, tmp_path))).stdout
-    assert [path.name for path in checkpoints(tmp_path)] == ["step_00000020"]
-
-
-ENDLESS_VALIDATION = """
-import sys, time
-from unittest import mock
-from recipe import train
-
-def validate(evaluator, model, step):
-    while True:
-        evaluator.strategy.runtime.check_stop()
-        print("validating", flush=True)
-        time.sleep(0.05)
-
-with mock.patch("recipe.evaluation.Evaluator.validate", validate):
-    sys.exit(train.main())
-"""
-
-
-def test_ctrl_c_in_the_first_validation_promises_no_checkpoint(shards, tmp_path):
-    (tmp_path / "program.py").write_text(ENDLESS_VALIDATION)
-    running = programs.Running(tmp_path / "program.py", *tiny_flags(shards, tmp_path / "run"))
-    running.until("validating")
-    running.send_signal(signal.SIGINT)
-    assert running.wait(60) == 75
-    assert "stopping at the next step boundary; press Ctrl-C again" in running.output
-    assert "without --fresh, starts again: no step was taken" in running.output
-    assert not checkpoints(tmp_path / "run")
 
 
 @pytest.fixture(scope="module")

@@ -19,11 +19,12 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, BertConfig, BloomConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BertConfig, BloomConfig, GPT2Config
 
 from eval import common, compare, hellaswag, perplexity, sample, scores
 from recipe.data.shards import ShardReader, find_shards
 from recipe.hub.model_card import model_card
+from recipe.model.gpt2 import GPT2LMHeadModel
 from recipe.utils.files import sha256_of
 from tests.checkpoint import flip_bit
 from tests.conftest import ROOT, SHAKESPEARE, ok
@@ -512,12 +513,15 @@ def test_an_incomplete_or_damaged_model_is_refused(model_dir, tmp_path, capsys):
         load(tmp_path)
 
 
+class RopeConfig(GPT2Config):
+    model_type = "gpt2-rope"
+
+
 def test_a_changed_model_is_refused_by_its_type(model_dir, tmp_path):
-    """As CONTRIBUTING.md tells those who change the model to write it."""
+    """As CONTRIBUTING.md tells those who change the model to write it: transformers would compute it as GPT-2's."""
     model = shutil.copytree(model_dir, tmp_path / "model")
-    (model / "manifest.json").unlink(missing_ok=True)
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(config | {"model_type": "gpt2-rope"}))
+    changed = RopeConfig(**AutoConfig.from_pretrained(model_dir).to_diff_dict())
+    GPT2LMHeadModel(changed).save_config(model)
     with pytest.raises(common.UserError, match=r"a gpt2-rope model, which transformers .* does not have; what its run"):
         load(model)
 

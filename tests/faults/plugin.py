@@ -8,9 +8,10 @@ The variable holds ACTION@POINT; :N is the N-th time that a process reaches the 
 N-th and all later ones), /RANK one of several processes (default: all). tests/processes.py installs the plugin in the
 processes that it forks, load/sitecustomize.py in new interpreters.
 
-Actions: kill and term (send that signal to this process), enospc and eio (the call fails), stall (it never returns),
-nan and inf (replace a value), record (no fault: log all calls on matching paths, for power.py). Each fault is appended
-to the file RECIPE_FAULT_LOG, so that a test can tell a fault that the run survived from one that never happened.
+Actions: kill, term and int (send that signal to this process), enospc and eio (the call fails), stall (it never
+returns), nan and inf (replace a value), record (no fault: log all calls on matching paths, for power.py). Each fault is
+appended to the file RECIPE_FAULT_LOG, so that a test can tell a fault that the run survived from one that never
+happened.
 
 One kind of point is a system call on a path that matches a pattern, which shim.c intercepts: open (that creates or
 truncates), write, truncate, rename (by its target), unlink, mkdir, fsync. The fault comes before the call, but a
@@ -68,7 +69,7 @@ def install(text: str) -> None:
 def _at(point: str) -> None:
     """Sends the signal if the fault is due."""
     if _fault.is_due(point):
-        os.kill(os.getpid(), {"term": signal.SIGTERM, "kill": signal.SIGKILL}[_fault.action])
+        os.kill(os.getpid(), getattr(signal, f"SIG{_fault.action.upper()}"))
 
 
 def _value(point: str, tensor):

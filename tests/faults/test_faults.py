@@ -76,6 +76,13 @@ def test_a_run_stopped_by_sigterm_continues_to_the_same_end(lab, tmp_path, proce
     lab.check_same_end(tmp_path, processes, save_steps=save_steps)
 
 
+def test_ctrl_c_in_the_first_validation_promises_no_checkpoint(lab, tmp_path):
+    run = lab.start(tmp_path, 1, "int@evaluate.validation").end(ExitCode.RUN_AGAIN)
+    assert "stopping at the next step boundary; press Ctrl-C again" in run.output
+    assert "without --fresh, starts again: no step was taken" in run.output
+    assert not checkpoints(tmp_path / "run")
+
+
 @pytest.mark.slow
 def test_sigterm_while_waiting_for_data(lab, tmp_path):
     """To one of two processes, while the producer of a stream never finishes its next shard."""

@@ -231,17 +231,6 @@ def test_an_unsupported_config_is_refused(name, value, tmp_path):
         check_init_from(parse_config(flags(**TINY, init_from=tmp_path)))
 
 
-def test_a_model_type_of_its_own_is_refused_by_transformers(tmp_path):
-    """As CONTRIBUTING.md shows for another function, which transformers would compute as GPT-2's."""
-
-    class RopeConfig(GPT2Config):
-        model_type = "gpt2-rope"
-
-    GPT2LMHeadModel(RopeConfig(**config_of().to_diff_dict())).save_config(tmp_path)
-    with pytest.raises(ValueError, match="gpt2-rope"):
-        AutoModelForCausalLM.from_pretrained(tmp_path)
-
-
 def test_the_migration_guide_converts_nanogpts_weights(tmp_path, monkeypatch):
     """With its compiled names, its padded vocabulary, its own layout of matrices, and no biases."""
     expected = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=2, n_head=2, n_embd=32, n_positions=64))
