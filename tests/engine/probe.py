@@ -67,10 +67,6 @@ def state_bytes() -> int:
     return sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in tensors)
 
 
-def timeout_of(group: torch.distributed.ProcessGroup) -> float:
-    return group._get_backend(group._device_types[0]).options._timeout.total_seconds()
-
-
 weights, _ = strategy.gather(model, optimizer)
 saved_state = {
     f"{m}.{k}": torch.rand(v.shape, generator=torch.Generator().manual_seed(2))
@@ -94,7 +90,10 @@ result = {
     "scaler": strategy.grad_scaler.state_dict(),
     "breaks": list(torch._dynamo.utils.counters["graph_break"]),
     # Seconds after which a collective fails, in each group that the engine and its libraries have made.
-    "timeouts": [timeout_of(group) for group in torch.distributed.distributed_c10d._world.pg_map],
+    "timeouts": [
+        group._get_backend(group._device_types[0]).options._timeout.total_seconds()
+        for group in torch.distributed.distributed_c10d._world.pg_map
+    ],
     # DeepSpeed's own measurement of the speed, which waits for a GPU in every micro-step.
     "timed": hasattr(wrapped, "tput_timer") and wrapped.tput_timer.config.enabled,
 }

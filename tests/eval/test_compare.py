@@ -16,13 +16,8 @@ from tests.data import write_shard
 from tests.eval.conftest import load
 
 
-@pytest.fixture
-def checkpoint(whole_run, tmp_path):
-    """The last checkpoint of a run, in a copy of the run's directory, where results may be written."""
-    return shutil.copytree(whole_run[0], tmp_path / "run") / "step_00000020"
-
-
-def test_a_run_is_compared_with_gpt2_on_the_same_text(checkpoint, model_dir, command, capsys):
+def test_a_run_is_compared_with_gpt2_on_the_same_text(whole_run, model_dir, tmp_path, command, capsys):
+    checkpoint = shutil.copytree(whole_run[0], tmp_path / "run") / "step_00000020"
     command(compare, checkpoint, "--other", model_dir, "--limit", 7, "--prompt", "A man is")
     out = capsys.readouterr().out
     comparison = json.loads((checkpoint / "results.json").read_text())["compare"]

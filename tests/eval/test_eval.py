@@ -32,7 +32,6 @@ from tests.data import write_shard
 from tests.eval.conftest import load
 
 END_OF_TEXT = 50256
-MODEL_FILES = ("config.json", "model.safetensors")
 
 
 @pytest.fixture(scope="module")
@@ -485,7 +484,7 @@ def test_a_model_with_a_flipped_bit_is_refused(whole_run, tmp_path, error_of):
 def test_an_incomplete_or_damaged_model_is_refused(model_dir, tmp_path, capsys):
     with pytest.raises(common.UserError, match=r"no config\.json and no step_<number> directory"):
         load(tmp_path)
-    for name in MODEL_FILES:
+    for name in ("config.json", "model.safetensors"):
         (tmp_path / name).write_bytes((model_dir / name).read_bytes())
     with pytest.raises(common.UserError, match=r"model .*: no tokenizer files, such as tokenizer\.json"):
         load(tmp_path)

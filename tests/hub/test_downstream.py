@@ -132,20 +132,6 @@ def test_transformers_generates_what_this_projects_model_does_with_and_without_i
     assert len(set(expected[0, ids.shape[1] :].tolist())) > 3  # or any cache would do
 
 
-def loss_falls(history: list[dict]) -> bool:
-    losses = [entry["loss"] for entry in history if "loss" in entry]
-    return len(losses) == STEPS["max_steps"] and losses[-1] < losses[0] - 0.1
-
-
-def holds_trained(directory: Path, model: torch.nn.Module, exported: Path) -> bool:
-    """Whether `directory` holds the weights of `model`, and these differ from the exported ones."""
-    saved, initial = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (directory, exported))
-    weights = model.state_dict()
-    return all(torch.equal(saved[k], weights[k]) for k in weights) and not torch.equal(
-        saved["transformer.wte.weight"], initial["transformer.wte.weight"]
-    )
-
-
 @pytest.mark.slow
 @needs("trl")
 def test_trl_fine_tunes_an_export(exported, enter_directory):
@@ -153,8 +139,13 @@ def test_trl_fine_tunes_an_export(exported, enter_directory):
     assert "SFTConfig(max_length=64)" in (exported / "README.md").read_text()
     directory, names = enter_directory(exported), {"STEPS": STEPS}
     exec(code("Fine-tune with TRL", "python"), names)
-    assert loss_falls(names["trainer"].state.log_history)
-    assert holds_trained(directory / "my-tuned", names["trainer"].model, exported)
+    losses = [entry["loss"] for entry in names["trainer"].state.log_history if "loss" in entry]
+    assert len(losses) == STEPS["max_steps"]
+    assert losses[-1] < losses[0] - 0.1
+    paths, trained = (directory / "my-tuned", exported), names["trainer"].model.state_dict()
+    saved, initial = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in paths)
+    assert all(torch.equal(saved[name], tensor) for name, tensor in trained.items())
+    assert not torch.equal(saved["transformer.wte.weight"], initial["transformer.wte.weight"])
     model = build_model(parse_config(flags(**TINY, init_from=directory / "my-tuned")))
     assert torch.equal(model.transformer.wte.weight, names["trainer"].model.transformer.wte.weight)
     assert AutoTokenizer.from_pretrained(directory / "my-tuned").eos_token_id == 50256
