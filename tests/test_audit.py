@@ -167,10 +167,7 @@ FORGERIES = {  # functions of the run, and what the audit prints
         change_record(lambda state: state["metrics"]["running_loss"].update(sum=9.0)),
         "the checkpoint's sum of step 20 is 9",
     ),
-    "step": (
-        change_record(lambda state: state.update(step=2 * 10**7)),
-        "trainer_state.json records step 20,000",
-    ),
+    "step": (change_record(lambda state: state.update(step=2 * 10**7)), "trainer_state.json records step 20,000"),
     "tokenizer": (change_record(lambda state: state["tokenizer"].update(name="acme")), "records another tokenizer"),
     "shards": (change_record(lambda state: state["data"]["shards"][0].__setitem__(1, 10**9)), "records other shards"),
     # The model card and transformers would use these.

@@ -448,11 +448,7 @@ def zipped(data: bytes) -> bytes:
             r" cannot be read \(not UTF-8: byte 0xe9 in line 1\); .* iconv -f ENCODING -t UTF-8 .* -c .*drops",
         ),
         ("d.csv", b"text\n" + (b"plain " * 60 + b"\n") * 5000 + b"caf\xe9\n", r"not UTF-8: byte 0xe9 in line 5002\)"),
-        (
-            "d.txt.gz",
-            zipped("naïve\n".encode() * 300_000 + "é".encode()[:1]),
-            r"UTF-8: byte 0xc3 in line 300001\)",
-        ),
+        ("d.txt.gz", zipped("naïve\n".encode() * 300_000 + "é".encode()[:1]), r"UTF-8: byte 0xc3 in line 300001\)"),
         ("d.txt", "plain".encode("utf-16"), r" is text in UTF-16: convert it by iconv -f UTF-16 -t UTF-8 FILE > NEW$"),
         ("d.txt", b"\xfe\xff\0p", r" is text in UTF-16: convert it by iconv -f UTF-16 -t UTF-8 FILE > NEW$"),
         (

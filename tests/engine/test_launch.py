@@ -450,10 +450,7 @@ GPU = CPU + "; nvidia-smi lists the programs that use the GPU"
 @pytest.mark.parametrize(
     ("error", "message"),
     [
-        (
-            "InvalidCxxCompiler: No working C++ compiler found in torch._inductor.config.cpp.cxx",
-            COMPILER,
-        ),
+        ("InvalidCxxCompiler: No working C++ compiler found in torch._inductor.config.cpp.cxx", COMPILER),
         ("CppCompileError: C++ compile error\n\nOutput:\nmain.c:5: fatal error: Python.h: No such file", COMPILER),
         ("RuntimeError: Failed to find C compiler. Please specify via CC environment variable or set", COMPILER),
         (f"CalledProcessError: Command '{COMMAND}' returned non-zero exit status 1.", COMPILER),

@@ -78,8 +78,7 @@ def test_no_process_ends_before_the_main_one_does(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("place", "turn"),
-    [({}, 1), ({"is_main": False, "local_rank": 0}, 2), ({"is_main": False, "local_rank": 1}, 3)],
+    ("place", "turn"), [({}, 1), ({"is_main": False, "local_rank": 0}, 2), ({"is_main": False, "local_rank": 1}, 3)]
 )
 def test_other_nodes_take_their_turn_after_the_main_process(place, turn, monkeypatch):
     turns, shared_error = [], Processes.shared_error

@@ -488,28 +488,23 @@ def test_an_incomplete_or_damaged_model_is_refused(model_dir, tmp_path, capsys):
         (tmp_path / name).write_bytes((model_dir / name).read_bytes())
     with pytest.raises(common.UserError, match=r"model .*: no tokenizer files, such as tokenizer\.json"):
         load(tmp_path)
-    for file in model_dir.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    weights = load_file(tmp_path / "model.safetensors")
-    del weights["transformer.h.1.mlp.c_fc.weight"]
-    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    shutil.copytree(model_dir, tmp_path, dirs_exist_ok=True)
+    weights, name = load_file(model_dir / "model.safetensors"), "transformer.h.1.mlp.c_fc.weight"
+
+    def load_with(weights: dict) -> None:
+        save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        load(tmp_path)
+
     with pytest.raises(common.UserError, match=r"lacks 1 of .*h\.1\.mlp\.c_fc\.weight"):
-        load(tmp_path)
-    weights = load_file(model_dir / "model.safetensors")
-    save_file(weights | {"score.weight": torch.ones(2)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    load(tmp_path)
+        load_with({key: tensor for key, tensor in weights.items() if key != name})
+    load_with(weights | {"score.weight": torch.ones(2)})
     assert "note: not used by the model: 1 weight in the file, such as score.weight" in capsys.readouterr().out
-    weights["transformer.h.1.mlp.c_fc.weight"][0, 0] = math.nan
-    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(common.UserError, match=r"h\.1\.mlp\.c_fc\.weight has values that are NaN or infinite"):
-        load(tmp_path)
-    weights = load_file(model_dir / "model.safetensors")
-    weights["transformer.wte.weight"] = weights["transformer.wte.weight"][:500]
-    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        load_with(weights | {name: torch.full_like(weights[name], math.nan)})
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 500}))
     with pytest.raises(common.UserError, match="it has 500 embeddings, and its tokenizer 50,257 tokens"):
-        load(tmp_path)
+        load_with(weights | {"transformer.wte.weight": weights["transformer.wte.weight"][:500]})
 
 
 class RopeConfig(GPT2Config):

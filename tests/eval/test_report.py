@@ -312,8 +312,7 @@ def test_a_short_run_is_drawn_as_far_as_it_goes(lines, tmp_path):
 
 @pytest.mark.parametrize("name", ["trainer_state", "results"])
 @pytest.mark.parametrize(
-    "text",
-    ["", "{", "[1]", *(f'{{"config": {{}}, "engine": "", "about": {about}}}' for about in ("null", "[{}]"))],
+    "text", ["", "{", "[1]", *(f'{{"config": {{}}, "engine": "", "about": {about}}}' for about in ("null", "[{}]"))]
 )
 def test_a_damaged_file_is_an_error_of_one_line(name, text, tmp_path, monkeypatch, capsys):
     run = write_run(tmp_path / "run", lines_of()[:9], config_of(), {"hellaswag": {"scores": []}})

@@ -219,8 +219,7 @@ def test_loads_openais_layout_and_names_what_does_not_fit(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [("activation_function", "relu"), ("tie_word_embeddings", False), ("layer_norm_epsilon", 1e-6)],
+    ("name", "value"), [("activation_function", "relu"), ("tie_word_embeddings", False), ("layer_norm_epsilon", 1e-6)]
 )
 def test_an_unsupported_config_is_refused(name, value, tmp_path):
     config = GPT2Config(n_positions=64, n_embd=32, n_head=2, n_layer=2, **{name: value})
