@@ -66,7 +66,7 @@ class Producer:
         self._other_ways = f"name another directory, or train on them as they are with {flags}"
         if data.train_text == data.val_text:
             self._other_ways = f"or validate on them as they are with --val_data {shlex.quote(data.val_data)}"
-        self.shard_tokens, self._window = data.shard_tokens, data.sequence_length + 1
+        self.shard_tokens = data.shard_tokens
         if isinstance(self.source, HubText):  # with val_data, too: the shards do not depend on it
             self.val_documents = data.val_documents or HUB_VAL_DOCUMENTS
         else:
@@ -221,15 +221,9 @@ class Producer:
         """Splits the last training shards again: the last `val_fraction` of all tokens become validation shards."""
         total, last_shards = self.manifest.tokens("train"), self.manifest.shards_in(self.out, "train")
         val_count = int(total * self.val_fraction)
-        if not val_count and total >= 2 * self._window:
-            problem = f"val_fraction {self.val_fraction:g} of {total:,} tokens is less than one"
-            raise UserError(f"{self.source}: {problem}; raise val_fraction")
         if not val_count:
-            raise UserError(
-                f"{self.source}: {total:,} tokens, too few for training and validation, which need at least one "
-                f"sequence of sequence_length + 1 = {self._window:,} tokens each; give more text or a lower "
-                "sequence_length"
-            )
+            problem = f"val_fraction {self.val_fraction:g} of {total:,} tokens is less than one"
+            raise UserError(f"{self.source}: {problem}; give more text, or raise val_fraction")
         while sum(shard.tokens for shard in last_shards[1:]) >= val_count:
             del last_shards[0]
         tokens = np.concatenate([open_shard(shard).read() for shard in last_shards])
