@@ -3,8 +3,6 @@
 import dataclasses
 import json
 import shutil
-import subprocess
-import sys
 import threading
 import time
 from contextlib import suppress
@@ -17,10 +15,10 @@ import pytest
 from recipe.data.builder import STATUS, Builder, reader_path
 from recipe.data.producer import Producer
 from recipe.data.shards import Manifest, find_shards
-from recipe.data.stream import BuilderProcess, open_manifest, wait_for
+from recipe.data.stream import BuilderProcess, wait_for
 from recipe.utils.errors import Unreachable, UserError
 from tests.checkpoint import change_state
-from tests.conftest import ROOT, ok, refused, run_train, tiny_flags
+from tests.conftest import ok, refused, run_train, tiny_flags
 from tests.data.streams import BATCH, assert_rows, budget, config_of, dataset_of, streaming
 
 
@@ -148,37 +146,6 @@ def test_a_second_stream_into_the_directory_is_refused_and_the_first_continues(p
         with pytest.raises(UserError, match=r"making shards in this directory; .*: --train_text TEXT --dataset_name "):
             BuilderProcess(data, 1, commit=None, saved_manifest=None)
         assert_rows(s, expected, range(2, expected.windows // BATCH))
-
-
-def test_a_builder_ends_with_the_process_that_started_it(prepared, tmp_path):
-    data, out = config_of(prepared, tmp_path / "s"), tmp_path / "s"
-    command = [sys.executable, "-c", STARTS, json.dumps(dataclasses.asdict(data))]
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT)
-    builder = int(child.stdout.readline())
-    open_manifest(out)
-    child.kill()
-    child.wait()
-    deadline = time.monotonic() + 30
-    while alive(builder):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-
-
-STARTS = """
-import json, sys, time
-from recipe.config import DataConfig
-from recipe.data.stream import BuilderProcess
-
-data = DataConfig(**json.loads(sys.argv[1]))
-print(BuilderProcess(data, 1, commit=None, saved_manifest=None).process.pid, flush=True)
-time.sleep(600)
-"""
-
-
-def alive(pid):
-    with suppress(psutil.NoSuchProcess):
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    return False
 
 
 @pytest.mark.parametrize(

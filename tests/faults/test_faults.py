@@ -112,6 +112,17 @@ def test_a_stream_whose_producer_dies_is_to_be_run_again(lab, tmp_path, processe
     lab.check_same_end(tmp_path, processes, **changes)
 
 
+def test_the_producer_of_a_stream_ends_with_a_run_that_is_killed(lab, tmp_path):
+    """Although it is in the middle of a shard."""
+    fields = {"streaming": True, "dataset_name": tmp_path / "shards"}
+    run = lab.start(tmp_path, 1, "stall@rename(*_[0-9]*.bin):2", **fields)
+    run.until("s for the first shards")
+    assert len(psutil.Process(run.ranks[0].pid).children()) == 1
+    run.send_signal(signal.SIGKILL)
+    run.end(-signal.SIGKILL)
+    assert run.leftovers() == []
+
+
 @pytest.mark.parametrize(
     ("fault", "reason", "code", "saved_steps"),
     [
