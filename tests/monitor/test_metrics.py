@@ -40,15 +40,6 @@ def test_running_loss_is_the_mean_since_the_last_reading_and_survives_a_checkpoi
     assert loss.read(lambda t: t) == 5.0
 
 
-def test_a_resumed_log_drops_later_records_and_an_unfinished_line(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    path.write_text("".join(json.dumps({"step": s}) + "\n" for s in range(5)) + '{"step": 5, "lo')
-    with closing(MetricsLog(path, first_step=3)) as log:
-        log.write({"step": 3, "loss": float("nan")})
-    records = [json.loads(line) for line in path.read_text().splitlines()]
-    assert records == [{"step": 0}, {"step": 1}, {"step": 2}, {"step": 3, "loss": None}]
-
-
 def test_a_full_disk_costs_one_warning_and_no_line(tmp_path, caplog):
     """The disk is full in the middle of a line; the lines that do not fit are written later."""
     with closing(MetricsLog(tmp_path / "metrics.jsonl", 0)) as log:
