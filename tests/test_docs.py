@@ -345,9 +345,9 @@ def test_make_installs_into_an_environment_without_pip(tmp_path, uv):
     bin_dir.mkdir()
     if uv:
         (bin_dir / "uv").symlink_to(shutil.which("uv"))
-    command = [ROOT / ".ci" / "install", venv_dir, ROOT / "constraints.txt", wheel]
+    command = [".ci/install", venv_dir, "constraints.txt", wheel]
     variables = environment() | {"PATH": f"{bin_dir}:/usr/bin:/bin"}
-    subprocess.run(command, env=variables, check=True, timeout=300)
+    subprocess.run(command, cwd=ROOT, env=variables, check=True, timeout=300)
     python = venv_dir / "bin" / "python"
     subprocess.run([python, "-c", "import tiny"], check=True)
     has_pip = subprocess.run([python, "-m", "pip", "--version"]).returncode == 0
