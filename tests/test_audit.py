@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import sys
@@ -405,13 +406,14 @@ def test_a_replay_that_does_not_stop_is_killed(resumed_run, tmp_path, capsys, mo
         f"shutil.copytree({str(resumed_run)!r}, run, dirs_exist_ok=True)\n"
         "time.sleep(100)\n"
     )
-    code, sentences = audited(capsys, resumed_run, "--launch", f"{sys.executable} {program}")
+    code, sentences = audited(capsys, resumed_run, "--launch", f"{shlex.quote(sys.executable)} {program}")
     assert (code, sentences) == (0, ["step 15 to 20: 5 steps equal to the bit"])
     with pytest.raises(ProcessLookupError):
         os.kill(int(pid.read_text()), 0)
 
 
-LAUNCHER = f"{sys.executable} -m accelerate.commands.launch --config_file {ROOT}/accelerate_configs/ddp.yaml"
+DDP_YAML = f"{ROOT}/accelerate_configs/ddp.yaml"
+LAUNCHER = shlex.join([sys.executable, "-m", "accelerate.commands.launch", "--config_file", DDP_YAML])
 DDP = ("--launch", f"{LAUNCHER} --num_processes 2")
 FSDP = tuple(word.replace("ddp", "fsdp") for word in DDP)
 
@@ -427,7 +429,7 @@ FSDP = tuple(word.replace("ddp", "fsdp") for word in DDP)
         ({"precision": "bf16"}, 1, FSDP, "cannot be compared here: half precision rounds differently here"),
         ({"learning_rate": 0.1, "max_steps": 100}, 1, DDP, "cannot be compared here: two replays here already differ"),
         ({"torch_compile": "true", "n_layer": 1}, 1, (), "to the bit"),
-        ({}, 1, ("--launch", f"env ATEN_CPU_CAPABILITY=default {sys.executable}"), "holds: "),
+        ({}, 1, ("--launch", f"env ATEN_CPU_CAPABILITY=default {shlex.quote(sys.executable)}"), "holds: "),
     ],
 )
 def test_honest_runs_are_never_different(shards, tmp_path, capsys, monkeypatch, fields, processes, options, sentence):

@@ -40,8 +40,9 @@ def call(copy, shards, tmp_path):
     def run(title: str) -> str:
         (line,) = "".join(SECTIONS[title][1]).splitlines()
         settings = "" if "--dry_run" in line else shlex.join(tiny)
-        launcher = f"{sys.executable} -m accelerate.commands.launch --main_process_port 0"
-        line = line.replace("accelerate launch", launcher).replace("python recipe", f"{sys.executable} recipe")
+        python = shlex.quote(sys.executable)
+        launcher = f"{python} -m accelerate.commands.launch --main_process_port 0"
+        line = line.replace("accelerate launch", launcher).replace("python recipe", f"{python} recipe")
         variables = environment() | {"PYTHONPATH": str(copy)}
         command = ["bash", "-c", f"{line} {settings}"]
         return ok(subprocess.run(command, cwd=copy, env=variables, capture_output=True, text=True, timeout=300)).stdout

@@ -3,6 +3,7 @@
 import io
 import logging
 import os
+import shlex
 import subprocess
 import sys
 
@@ -40,7 +41,7 @@ FAIL = "-c 'import sys; from recipe.utils.log import print_error; print_error(5)
     ("program", "redirection"), [(TRAIN, "2> /dev/full"), (TRAIN, ">&- 2>&-"), (FAIL, "2>&1 >&- | true")]
 )
 def test_an_error_that_cannot_be_printed_keeps_the_exit_code(program, redirection):
-    script = f"set -o pipefail; {sys.executable} {program} {redirection}"
+    script = f"set -o pipefail; {shlex.quote(sys.executable)} {program} {redirection}"
     result = subprocess.run(["bash", "-c", script], cwd=ROOT, env=environment(), capture_output=True, timeout=60)
     assert result.returncode == 2
 

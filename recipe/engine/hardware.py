@@ -1,6 +1,7 @@
 """The hardware: its precisions, peak FLOP/s, memory, threads and allocator. Uses PyTorch, but not Accelerate."""
 
 import ctypes
+import hashlib
 import logging
 import os
 import platform
@@ -12,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -202,8 +204,28 @@ def compile_in_place(module: torch.nn.Module, mode: str) -> None:
     if mode == "max-autotune":  # fifteen lines for each product, and a traceback for a candidate that does not fit
         inductor.autotune_num_choices_displayed = 0
         logging.getLogger("torch._inductor.select_algorithm").setLevel(logging.CRITICAL)
+    if " " in torch.__file__ + sys.base_prefix:
+        _link_libraries()
     # CUDA graphs would reserve the memory of a full step, and saved an H200 half a millisecond of it (docs/log.md).
     module.compile(dynamic=False, mode="max-autotune-no-cudagraphs" if mode == "max-autotune" else "default")
+
+
+@cache
+def _link_libraries() -> None:
+    """Gives the linker, in place of paths with spaces, which PyTorch 2.13 does not quote (pytorch #191010), links to
+    them in the compiler's cache."""
+    from torch._inductor.codecache import cache_dir
+    from torch._inductor.cpp_builder import BuildOptionsBase
+
+    def link_to(path: str) -> str:
+        link = Path(cache_dir(), hashlib.sha256(path.encode()).hexdigest()[:16])
+        with suppress(FileExistsError):
+            link.symlink_to(path)
+        return str(link)
+
+    original = BuildOptionsBase.get_libraries_dirs
+    paths = lambda self: [link_to(path) if " " in path else path for path in original(self)]  # noqa: E731
+    setattr(BuildOptionsBase, "get_libraries_dirs", paths)  # noqa: B010
 
 
 def tune_cpu(local_world_size: int) -> None:

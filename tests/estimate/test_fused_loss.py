@@ -4,6 +4,7 @@ interpreter."""
 import json
 import math
 import re
+import shlex
 import shutil
 import sys
 from importlib.util import find_spec
@@ -72,7 +73,7 @@ def test_a_resumed_run_keeps_the_choice_without_another_trial(shards, fused_run,
 def test_an_audit_replays_the_choice(fused_run, capsys, monkeypatch):
     monkeypatch.setattr(audit, "subprocess", programs.forking)
     monkeypatch.setenv("FUSED", "slow")
-    launcher = f"{sys.executable} {' '.join(PROBE)}"
+    launcher = f"{shlex.quote(sys.executable)} {' '.join(PROBE)}"
     assert audit.main([str(fused_run[0]), "--last", "2", "--launch", launcher]) == 0
     assert capsys.readouterr().out.count("4 steps equal to the bit") == 2
     assert audit.main([str(fused_run[0])]) == 69  # this device has no such kernel

@@ -91,7 +91,7 @@ class Lab:
     def start(self, directory: Path, processes: int, fault: str = "", **changes) -> Run:
         """Starts a run in `directory`/run. Skips the test if its fault needs a compiler and there is none."""
         if "(" in fault and not shim():
-            pytest.skip("the shim of system calls needs a C compiler, and Linux")
+            pytest.skip("the shim of system calls needs a C compiler, Linux, and a path without spaces")
         return Run(directory, processes, fault, self._fields | {"output_dir": directory / "run"} | changes)
 
     def reference(self, processes: int, **changes) -> Path:

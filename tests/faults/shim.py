@@ -13,9 +13,10 @@ SOURCE = Path(__file__).with_name("shim.c")
 
 @functools.cache
 def built() -> str:
-    """The library's path for LD_PRELOAD; empty without a compiler or without Linux."""
+    """The library's path for LD_PRELOAD; empty without a compiler, without Linux, or with a space in it, which splits
+    that variable."""
     compiler = shutil.which("cc")
-    if sys.platform != "linux" or not compiler:
+    if sys.platform != "linux" or not compiler or " " in str(SOURCE):
         return ""
     name = f"shim-{hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]}.so"
     library = SOURCE.parents[2] / ".pytest_cache" / name

@@ -219,7 +219,7 @@ def test_the_closing_panel(whole_run, monkeypatch, tmp_path):
     assert list(summary.outcome(config, metrics, 3.2))[1] == "best       validation loss 3.1234 at step 250"
     log.unlink()
     report_line = list(summary.outcome(config, metrics, 3.2))[-2]
-    assert report_line.startswith(f"  make -C {ROOT} report RUN=")
+    assert report_line.startswith(f"  make -C {shlex.quote(str(ROOT))} report RUN=")
     commands = subprocess.check_output(["sh", "-c", f"{report_line} -n -o .venv/installed"], text=True)
     assert str(tmp_path / "a run") in shlex.split(commands)
     run, _, output = whole_run
