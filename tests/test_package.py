@@ -7,16 +7,14 @@ import zipfile
 from tests.conftest import ROOT
 
 
-def tracked_files() -> list[str]:
-    return subprocess.check_output(["git", "ls-files", "recipe", "eval"], cwd=ROOT, text=True).splitlines()
-
-
 def test_a_wheel_has_every_file_of_the_packages(tmp_path):
-    for name in ("pyproject.toml", "README.md", "LICENSE", *tracked_files()):
+    paths = (path for package in ("recipe", "eval") for path in (ROOT / package).rglob("*") if path.is_file())
+    names = {str(path.relative_to(ROOT)) for path in paths if path.parent.name != "__pycache__"}
+    for name in ("pyproject.toml", "README.md", "LICENSE", *names):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes((ROOT / name).read_bytes())
     build = "from setuptools import build_meta; print(build_meta.build_wheel('.'))"
     subprocess.run([sys.executable, "-c", build], cwd=tmp_path, check=True, capture_output=True)
     (wheel,) = tmp_path.glob("*.whl")
-    missing = set(tracked_files()) - set(zipfile.ZipFile(wheel).namelist())
+    missing = names - set(zipfile.ZipFile(wheel).namelist())
     assert {name for name in missing if not name.startswith("recipe/notebooks/")} == set()
