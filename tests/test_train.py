@@ -262,9 +262,9 @@ def test_a_compiled_run_resumes_bit_for_bit(shards, tmp_path):
 @pytest.mark.slow
 def test_compiling_works_where_the_path_of_pytorch_has_a_space(shards, tmp_path):
     """As below /mnt/c/Users/First Last under WSL, or of uv's Python on macOS."""
-    (tmp_path / "my files").symlink_to(sys.prefix)
+    (tmp_path / "Ann's files").symlink_to(sys.prefix)
     command = tiny_flags(shards, tmp_path / "run", torch_compile="true", max_steps=1, warmup_steps=0, n_layer=1)
-    python, env = tmp_path / "my files/bin/python", environment({"TORCHINDUCTOR_CACHE_DIR": f"{tmp_path}/cache"})
+    python, env = tmp_path / "Ann's files/bin/python", environment({"TORCHINDUCTOR_CACHE_DIR": f"{tmp_path}/cache"})
     ok(subprocess.run([python, "recipe/train.py", *command], cwd=ROOT, env=env, capture_output=True, text=True))
 
 

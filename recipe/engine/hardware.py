@@ -7,6 +7,7 @@ import os
 import platform
 import re
 import resource
+import shlex
 import statistics
 import subprocess
 import sys
@@ -204,7 +205,7 @@ def compile_in_place(module: torch.nn.Module, mode: str) -> None:
     if mode == "max-autotune":  # fifteen lines for each product, and a traceback for a candidate that does not fit
         inductor.autotune_num_choices_displayed = 0
         logging.getLogger("torch._inductor.select_algorithm").setLevel(logging.CRITICAL)
-    if " " in torch.__file__ + sys.base_prefix:
+    if shlex.quote(paths := torch.__file__ + sys.base_prefix) != paths:
         _link_libraries()
     # CUDA graphs would reserve the memory of a full step, and saved an H200 half a millisecond of it (docs/log.md).
     module.compile(dynamic=False, mode="max-autotune-no-cudagraphs" if mode == "max-autotune" else "default")
@@ -212,8 +213,8 @@ def compile_in_place(module: torch.nn.Module, mode: str) -> None:
 
 @cache
 def _link_libraries() -> None:
-    """Gives the linker, in place of paths with spaces, which PyTorch 2.13 does not quote (pytorch #191010), links to
-    them in the compiler's cache."""
+    """Gives the linker links in the compiler's cache in place of paths with spaces and the like, which PyTorch 2.13
+    does not quote (pytorch #191010)."""
     from torch._inductor.codecache import cache_dir
     from torch._inductor.cpp_builder import BuildOptionsBase
 
@@ -224,7 +225,7 @@ def _link_libraries() -> None:
         return str(link)
 
     original = BuildOptionsBase.get_libraries_dirs
-    paths = lambda self: [link_to(path) if " " in path else path for path in original(self)]  # noqa: E731
+    paths = lambda self: [path if path == shlex.quote(path) else link_to(path) for path in original(self)]  # noqa: E731
     setattr(BuildOptionsBase, "get_libraries_dirs", paths)  # noqa: B010
 
 
