@@ -3,15 +3,18 @@
 TRITON_INTERPRET=1 runs the kernel without a GPU, on CPU tensors.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
+from triton import knobs
 from triton.language.extra import libdevice
 
 _VECTOR = tl.constexpr(8)  # neighboring columns of a thread: in 16 bits they are one load
 _LOG2_E = tl.constexpr(1.4426950408889634)
 # libdevice's exp flushes denormals to zero; tl's does not and takes three more instructions, but can be interpreted.
-_math = tl if triton.knobs.runtime.interpret else libdevice
+_math = tl if knobs.runtime.interpret else libdevice
 
 
 @triton.jit
@@ -74,5 +77,6 @@ def cross_entropy_(logits: torch.Tensor, targets: torch.Tensor, vocab_size: int,
     if logits.is_cuda and torch.cuda.get_device_properties(logits.device).max_threads_per_multi_processor == 2048:
         threads = 1024
     options = {"THREADS": threads, "WRITE_GRAD": need_grad, "num_warps": threads // 32}
-    _cross_entropy[(len(logits),)](logits, targets, losses, vocab_size, logits.shape[1], **options)
+    kernel: Any = _cross_entropy[(len(logits),)]  # a type checker would ask for constexprs
+    kernel(logits, targets, losses, vocab_size, logits.shape[1], **options)
     return losses
