@@ -224,9 +224,11 @@ def _link_libraries() -> None:
             link.symlink_to(path)
         return str(link)
 
+    def libraries_dirs(self: BuildOptionsBase) -> list[str]:
+        return [path if path == shlex.quote(path) else link_to(path) for path in original(self)]
+
     original = BuildOptionsBase.get_libraries_dirs
-    paths = lambda self: [path if path == shlex.quote(path) else link_to(path) for path in original(self)]  # noqa: E731
-    setattr(BuildOptionsBase, "get_libraries_dirs", paths)  # noqa: B010
+    setattr(BuildOptionsBase, "get_libraries_dirs", libraries_dirs)  # noqa: B010
 
 
 def tune_cpu(local_world_size: int) -> None:
