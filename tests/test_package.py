@@ -9,7 +9,8 @@ from tests.conftest import ROOT
 
 def test_a_wheel_has_every_file_of_the_packages(tmp_path):
     paths = (path for package in ("recipe", "eval") for path in (ROOT / package).rglob("*") if path.is_file())
-    names = {str(path.relative_to(ROOT)) for path in paths if path.parent.name != "__pycache__"}
+    paths = (path.relative_to(ROOT) for path in paths)
+    names = {str(path) for path in paths if not any(part.startswith((".", "__pycache__")) for part in path.parts)}
     for name in ("pyproject.toml", "README.md", "LICENSE", *names):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes((ROOT / name).read_bytes())
