@@ -57,11 +57,12 @@ BIN := $(VENV)/bin
 # processes torchrun's traceback follows the message all the same.
 LAUNCH = $(BIN)/accelerate launch --quiet --config_file $(ACCELERATE) $(if $(PROCESSES),--num_processes $(PROCESSES))
 # On Ctrl-C the trainer saves a checkpoint, and the launcher, which as a command in the background ignores Ctrl-C, waits
-# for it; one that has not started the trainer yet is ended (a slim container has no ps, and it is not). make then ends
-# too, without calling it an error. `kill` of make ends the launcher, by whose death the trainer stops. torchrun prints a
-# traceback after a stop and after an error.
+# for it; one that has not started the trainer yet is ended (a slim container has no ps). make then ends too, without
+# calling it an error. `kill` of make ends the launcher, by whose death the trainer stops. torchrun prints a traceback
+# after a stop and after an error.
 launched = stopped=; $(LAUNCH) $(1) & pid=$$!; \
-	trap 'stopped=1; parents=$$(ps -A -o ppid= 2>/dev/null) && ! echo "$$parents" | grep -qw $$pid && kill $$pid' INT; \
+	trap 'stopped=1; parents=$$(ps -A -o ppid= 2>/dev/null || cat /proc/[0-9]*/stat 2>/dev/null | cut -d" " -f4); \
+		echo "$$parents" | grep -qw $$pid || kill $$pid' INT; \
 	trap 'kill 0' QUIT; trap 'stopped=1; kill $$pid' TERM; \
 	until wait $$pid; do kill -0 $$pid 2>/dev/null || { $(if $(filter-out single tpu%,$(basename $(notdir $(ACCELERATE)))),echo "the traceback is the launcher's; the run's own last lines are above it" >&2;) [ $$stopped ]; exit; }; done
 # What must be installed for a training run.

@@ -228,7 +228,7 @@ def make_train(directory: Path, launcher: str, **options) -> subprocess.Popen:
 
 @pytest.mark.parametrize(
     ("interrupt", "training", "has_ps"),
-    [(True, SAVING, True), (True, SAVING, False), (False, "exit 1", True), (True, "exec sleep 60", True)],
+    [(False, "exit 1", True), *((True, script, ps) for script in (SAVING, "exec sleep 60") for ps in (True, False))],
 )
 def test_make_reports_a_failed_training_as_an_error_but_not_ctrl_c(interrupt, training, has_ps, tmp_path):
     """A launcher waits for the training, which saves, and exits with 1, like Accelerate's; the last one has not started
