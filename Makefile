@@ -230,7 +230,7 @@ clean: ## delete environments and caches; data/ and runs/ stay
 
 # --seed installs pip, for those who use it. Without uv, upgrade pip: Python 3.11's takes a minute longer to resolve versions.
 .venv/bin/python .venv-tpu/bin/python .venv-xla/bin/python:
-	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 15))' || { echo "error: $(PYTHON) is not Python 3.10 to 3.14, for which PyTorch is built: choose another (make PYTHON=python3.13)"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 16))' || { echo "error: $(PYTHON) is not Python 3.10 to 3.15, for which PyTorch is built: choose another (make PYTHON=python3.13)"; exit 1; }
 	@echo "creating the environment $(@D:/bin=)"
 	@if command -v uv >/dev/null; then uv venv --quiet --seed --python $(PYTHON) $(@D:/bin=); \
 	elif $(PYTHON) -c 'import ensurepip' 2>/dev/null; then $(PYTHON) -m venv --upgrade-deps $(@D:/bin=); \
