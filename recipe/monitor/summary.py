@@ -35,6 +35,9 @@ from recipe.utils.units import duration, gb, plural, si
 logger = logging.getLogger(__name__)
 
 UNUSED_WITHOUT = {"hub_model_id": "push_to_hub", "sample_prompt": "sample_steps", "hellaswag_limit": "hellaswag_steps"}
+# What make runs for a target.
+_MODULES = {"sample": "eval.sample", "report": "eval.report", "export": "recipe.hub.export"}
+_MODULES |= {"push": "recipe.hub.export push"}
 
 
 def describe(config: Config, batch: BatchPlan, strategy: Strategy, auto_lines: Sequence[str]) -> Iterator[str]:
@@ -216,8 +219,7 @@ def summarize(config: Config, metrics: Metrics, val_loss: float | None, saved: b
         way_out = "continues from the last checkpoint" if checkpoints(run_dir) else "starts again: no step was taken"
         logger.info("stopped    before the end; the same command, without --fresh, %s", way_out)
         if config.run.push_to_hub and checkpoints(run_dir):
-            make, run = _words_for_make(run_dir)
-            logger.info("upload     %s push RUN=%s REPO=%s uploads that checkpoint", make, run, config.run.hub_model_id)
+            logger.info("upload     %s uploads that checkpoint", _command("push", run_dir, config.run.hub_model_id))
         return ExitCode.RUN_AGAIN
     for line in outcome(config, metrics, val_loss):
         logger.info(line)
@@ -239,12 +241,15 @@ def outcome(config: Config, metrics: Metrics, val_loss: float) -> Iterator[str]:
     yield f"took       {duration(metrics.seconds)} of training, {rate:,.0f} tokens/s{pauses}"
     yield "next       load it, continue a text, see the curves, or make a directory to share:"
     yield f"  transformers.AutoModelForCausalLM.from_pretrained({str(checkpoint_path(run_dir, steps))!r})"
-    make, run = _words_for_make(run_dir)
-    yield from (f"  {make} {target} RUN={run}" for target in ("sample", "report", "export"))
+    yield from (f"  {_command(target, run_dir)}" for target in ("sample", "report", "export"))
 
 
-def _words_for_make(run_dir: Path) -> tuple[str, str]:
-    """make, with the directory of its Makefile where that is another one, and a run as the value of RUN."""
+def _command(target: str, run_dir: Path, repo: str = "") -> str:
+    """The command of make for a run, with the directory of the Makefile where that is another one; where there is no
+    Makefile, as beside an installed wheel, the one that make would run."""
     in_root = Path.cwd() == ROOT
-    run = str(run_dir if in_root else run_dir.resolve())
-    return "make" if in_root else f"make -C {shlex.quote(str(ROOT))}", shlex.quote(run)
+    run = shlex.quote(str(run_dir if in_root else run_dir.resolve()))
+    if not (ROOT / "Makefile").exists():
+        return f"python -m {_MODULES[target]} {run}" + (f" --repo {repo}" if repo else "")
+    make = "make" if in_root else f"make -C {shlex.quote(str(ROOT))}"
+    return f"{make} {target} RUN={run}" + (f" REPO={repo}" if repo else "")

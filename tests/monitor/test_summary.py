@@ -222,6 +222,9 @@ def test_the_closing_panel(whole_run, monkeypatch, tmp_path):
     assert report_line.startswith(f"  make -C {shlex.quote(str(ROOT))} report RUN=")
     commands = subprocess.check_output(["sh", "-c", f"{report_line} -n -o .venv/installed"], text=True)
     assert str(tmp_path / "a run") in shlex.split(commands)
+    monkeypatch.setattr(summary, "ROOT", tmp_path)  # as where a wheel is installed, without a Makefile
+    report = shlex.split(list(summary.outcome(config, metrics, 3.2))[-2])
+    assert report == ["python", "-m", "eval.report", "a run"]
     run, _, output = whole_run
     assert output.splitlines()[-4:] == [
         f"  transformers.AutoModelForCausalLM.from_pretrained('{run}/step_00000020')",
