@@ -24,9 +24,9 @@ def main(argv: list[str] | None = None) -> int:
         paths = [path] if (path / "manifest.json").exists() else checkpoints(path)
         if not paths:
             raise UserError(f"{path}: no checkpoint there; name a run, such as runs/shakespeare")
-    except UserError as error:
+        damaged_count = sum(_report(path) for path in paths)
+    except (UserError, OSError) as error:  # OSError: the output is a full disk, or a pipe that was closed
         return fail(error)
-    damaged_count = sum(_report(path) for path in paths)
     return 1 if damaged_count else ExitCode.DONE
 
 

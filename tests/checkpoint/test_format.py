@@ -1,6 +1,7 @@
 """A checkpoint is intact or absent, a damaged one is never used, and a run resumes from the newest intact one."""
 
 import errno
+import io
 import json
 import os
 import re
@@ -178,7 +179,7 @@ def test_reading_while_a_run_prunes_always_finds_an_intact_checkpoint(tmp_path, 
     assert caplog.text.count("skipping") == 0
 
 
-def test_the_command_lists_and_verifies(tmp_path, capsys):
+def test_the_command_lists_and_verifies(tmp_path, capsys, monkeypatch):
     for file in (path := save(tmp_path, 1)).iterdir():
         os.utime(file, (86_400, 86_400))
     (path / "results.json").write_text("{}")  # by an evaluation, later
@@ -189,6 +190,10 @@ def test_the_command_lists_and_verifies(tmp_path, capsys):
     assert re.search("step_00000002 .*DAMAGED: config.json does not match its checksum", damaged_line)
     assert main([str(tmp_path / "step_00000001")]) == 0
     assert main([str(tmp_path / "nothing")]) == 2
+    reader, writer = os.pipe()
+    os.close(reader)
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(io.FileIO(writer, "w"), write_through=True))
+    assert main([str(path)]) == 2, "it is intact, though `make checkpoints | head` reads no further"
 
 
 SHARD = {"file": "../thesis.tex", "split": "train", "tokens": 9, "sha256": 64 * "0"}
