@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import sys
 
 import pytest
 import yaml
@@ -168,6 +169,11 @@ def test_help_describes_the_command_that_was_started():
     text = ok(programs.run("-m", "recipe.data.prepare", "--help")).stdout
     assert text.startswith("usage: python -m recipe.data.prepare [--config RECIPE]")
     assert "text files or a Hub data set ->" in text.partition("Model:")[0]
+
+
+def test_a_command_line_is_read_under_the_debugger(monkeypatch):
+    monkeypatch.delattr(sys.modules["__main__"], "__spec__")  # as `python -m pdb recipe/train.py` does
+    assert parse_config(["--seed=2"]).run.seed == 2
 
 
 def test_a_value_beyond_a_limit_is_refused():

@@ -108,7 +108,8 @@ def _find(config: str) -> Path:
 def _parser(defaults: dict) -> argparse.ArgumentParser:
     """A parser with a flag for each field; --help shows the `defaults` and describes the module that was started."""
     command = sys.modules["__main__"]
-    module = command.__spec__.name.removesuffix(".__main__") if command.__spec__ else ""
+    spec = getattr(command, "__spec__", None)  # missing under `python -m pdb`
+    module = spec.name.removesuffix(".__main__") if spec else ""
     parser = ArgumentParser(
         prog=f"python -m {module}" if module else sys.argv[0],
         description=(command.__doc__ or "").partition("\n\n")[0],
