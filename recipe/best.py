@@ -218,12 +218,13 @@ def search(
 ) -> tuple[Fields, Forecast]:
     """The recipe of the best run in so many seconds, of which the search takes its share, and its forecast, which it
     logs. A collective call. Raises UserError, and KeyboardInterrupt if it was stopped."""
-    strategy, started, total = forecaster.strategy, psutil.Process().create_time(), seconds
+    strategy, total = forecaster.strategy, seconds
+    started = time.monotonic() - (time.time() - psutil.Process().create_time())  # somebody may set the clock
 
     def left(reserve: float = 0.0) -> float:  # a collective call
         if request.tokens:  # take their time, however long the search took
             return forecaster.seconds_for(request.tokens)
-        seconds = strategy.runtime.processes.broadcast_object(total - (time.time() - started) - reserve)
+        seconds = strategy.runtime.processes.broadcast_object(total - (time.monotonic() - started) - reserve)
         if seconds < MIN_LEFT_S:
             raise UserError("the search has used up the time; give more --hours")
         return seconds

@@ -263,14 +263,15 @@ def test_a_run_on_a_gpu_is_compiled_from_five_minutes_on(argv, speed, timed, tra
 
 
 def test_a_run_gets_what_the_search_leaves_without_its_own_start_and_last_checkpoint(call_here, monkeypatch):
-    """Which take as long as the second trial's."""
+    """Which take as long as the second trial's, also where the system's clock is set back meanwhile."""
     fake_measurements(monkeypatch, 6_000)
-    clock = SimpleNamespace(now=1e9)
-    monkeypatch.setattr(best.time, "time", lambda: clock.now)
+    clock = SimpleNamespace(now=1e6, set_back=0)
+    monkeypatch.setattr(best.time, "monotonic", lambda: clock.now)
+    monkeypatch.setattr(best.time, "time", lambda: 1e9 - clock.set_back)
     measure_loss = best.measure_loss
 
     def measure_loss_slowly(*arguments):
-        clock.now += 30
+        clock.now, clock.set_back = clock.now + 30, 3600
         return measure_loss(*arguments) + 12
 
     monkeypatch.setattr(best, "measure_loss", measure_loss_slowly)
