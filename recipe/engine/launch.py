@@ -116,6 +116,11 @@ def fail(error: Exception) -> int:
             "torch.compile needs a C++ compiler and Python's headers, and this machine lacks one of them: install them "
             "(on Debian and Ubuntu: apt install g++ python3-dev), or add --torch_compile false"
         )
+    if isinstance(error, RuntimeError) and (kernel := re.search(r"(\S+): failed to map segment", str(error))):
+        error = Permanent(
+            f"torch.compile cannot load {kernel[1]}, most likely because /tmp, or the directory in its place, is "
+            "mounted noexec: set TORCHINDUCTOR_CACHE_DIR to a directory elsewhere, or add --torch_compile false"
+        )
     message, code = f"error: {in_words(error)}", ExitCode.USER_ERROR
     is_distributed = int(os.environ.get("WORLD_SIZE", 1)) > 1
     if not isinstance(error, UserError | OSError):

@@ -442,6 +442,8 @@ def test_torchrun_restarts_what_may_pass(monkeypatch, error, stepping, is_restar
 COMMAND = "['/usr/bin/gcc', '/tmp/tmp1/cuda_utils.c', '-O3', '-shared', '-fPIC', '-I/usr/include/python3.12']"
 COMPILER = "torch.compile needs a C++ compiler and Python's headers, and this machine lacks one of them: install them "
 COMPILER += "(on Debian and Ubuntu: apt install g++ python3-dev), or add --torch_compile false"
+NOEXEC = "torch.compile cannot load /tmp/a/b.so, most likely because /tmp, or the directory in its place, is mounted "
+NOEXEC += "noexec: set TORCHINDUCTOR_CACHE_DIR to a directory elsewhere, or add --torch_compile false"
 CUBLAS = "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
 CPU = "; lower --micro_batch_size (the line `batch` has it), or see what helps in docs/memory.md"
 GPU = CPU + "; nvidia-smi lists the programs that use the GPU"
@@ -454,6 +456,7 @@ GPU = CPU + "; nvidia-smi lists the programs that use the GPU"
         ("CppCompileError: C++ compile error\n\nOutput:\nmain.c:5: fatal error: Python.h: No such file", COMPILER),
         ("RuntimeError: Failed to find C compiler. Please specify via CC environment variable or set", COMPILER),
         (f"CalledProcessError: Command '{COMMAND}' returned non-zero exit status 1.", COMPILER),
+        ("OSError: /tmp/a/b.so: failed to map segment from shared object.  The most common reason this", NOEXEC),
         ("CUDA out of memory. Tried to allocate 2 GiB. GPU 0 has", f"CUDA out of memory. Tried to allocate 2 GiB{GPU}"),
         # Outside PyTorch's allocator, where another program has taken the memory
         ("CUDA error: out of memory\nCUDA kernel errors might be reported", f"CUDA error: out of memory{GPU}"),
@@ -462,7 +465,7 @@ GPU = CPU + "; nvidia-smi lists the programs that use the GPU"
         (1 << 60, f"can't allocate memory: you tried to allocate {1 << 60} bytes{CPU}"),  # of a CPU
     ],
 )
-def test_a_machine_without_a_compiler_or_without_memory_left_is_an_error_of_one_line(error, message, capsys):
+def test_a_machine_that_cannot_compile_or_has_no_memory_left_is_an_error_of_one_line(error, message, capsys):
     """In many containers PyTorch runs until torch.compile writes its first kernel. And no estimate of the memory knows
     the other programs that start to use it, or attention without a kernel for a device."""
     if isinstance(error, int):
