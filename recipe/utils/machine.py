@@ -15,9 +15,10 @@ def usable_cores(*, logical: bool = True) -> int:
     cores = psutil.cpu_count(logical=logical) or os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
         cores = min(cores, len(os.sched_getaffinity(0)))
-    with suppress(OSError, ValueError):  # a quota: "200000 100000" is two cores, and "max 100000" all
-        quota, period = (CGROUP / "cpu.max").read_text().split()
-        cores = min(cores, round(int(quota) / int(period)))
+    for names in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):  # version 2 and 1
+        with suppress(OSError, ValueError):  # "200000 100000" is two cores; without a quota it is "max" or -1
+            quota, period = (int(word) for name in names for word in (CGROUP / name).read_text().split())
+            cores = min(cores, round(quota / period)) if quota > 0 else cores
     return max(1, cores)
 
 

@@ -160,13 +160,20 @@ def test_the_users_omp_num_threads_is_kept(monkeypatch, launched, launcher_envir
 
 @pytest.mark.parametrize(
     ("quota", "processes", "threads"),
-    [("20000 10000", 1, 2), ("5000 10000", 1, 1), ("max 10000", 1, 8), (None, 1, 8), (None, 4, 2), (None, 16, 1)],
+    [
+        *[("20000 10000", 1, 2), ("5000 10000", 1, 1), ("max 10000", 1, 8), (None, 1, 8), (None, 4, 2), (None, 16, 1)],
+        *[(20000, 1, 2), (-1, 1, 8)],  # version 1 of control groups
+    ],
 )
 def test_the_processes_of_a_node_share_its_cores_or_a_containers_quota(
     monkeypatch, tmp_path, quota, processes, threads
 ):
     """More threads take turns, and each waits for those that do not run."""
-    if quota:
+    if isinstance(quota, int):
+        (tmp_path / "cpu").mkdir()
+        (tmp_path / "cpu/cpu.cfs_quota_us").write_text(f"{quota}\n")
+        (tmp_path / "cpu/cpu.cfs_period_us").write_text("10000\n")
+    elif quota:
         (tmp_path / "cpu.max").write_text(f"{quota}\n")
     set_counts = []
     monkeypatch.setattr("recipe.utils.machine.CGROUP", tmp_path)
