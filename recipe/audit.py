@@ -45,6 +45,7 @@ from recipe.monitor.metrics import sha256_before
 from recipe.utils.checkpoints import checkpoints, manifest_of, newest_run, read_metrics, step_of
 from recipe.utils.errors import ArgumentParser, ExitCode, UserError
 from recipe.utils.processes import Processes
+from recipe.utils.redaction import redact
 from recipe.utils.units import plural
 
 # What decides where numbers are cast to 16 bits, and (CIRCUMSTANCES) all that must be the same for equal bits.
@@ -428,6 +429,8 @@ def _main(arguments: argparse.Namespace, directory: Path) -> int:
                 code, sentence = ExitCode.DONE, audit(interval, Path(interval_dir), arguments)
         except (Different, NotComparable) as error:
             code, sentence = error.code, f"{error.verdict}: {error}"
+        # What the run's author has written may not look like another line, here or after a control character.
+        sentence = " ".join(redact(sentence).split())
         print(f"step {interval.first:,} to {interval.last:,}: {sentence}", flush=True)
         codes.add(code)
     if repo and step_on_main is None:
