@@ -253,10 +253,11 @@ def first_difference(run: Values, replay: Values, sizes: dict[Key, float], limit
 
 def compare(run: Values, replay: Values, replay_2: Values, start: Weights, first: int) -> tuple[str, list[str]]:
     """A sentence about the first value of a run that differs from the replay's by more than rounding explains, which a
-    second replay measures; and how close the others are where rounding is small."""
+    second replay measures; and how close the others are where rounding is small, and which were not compared."""
     run_distances, replay_distances = distances(run, replay, start), distances(replay_2, replay, start)
     discrete = ("sample", "hellaswag")  # made of tokens and answers, which rounding can change
     limits, tightness = {key: math.inf for key in run.keys() & replay.keys() if key[1].startswith(discrete)}, []
+    not_compared = sorted({key[1] for key in limits})
     for kind in KINDS:
         keys = [key for key in replay_distances if re.search(kind.pattern, key[1])]  # in the order of the steps
         steps, largest = [key[0] for key in keys], [*accumulate((replay_distances[key] for key in keys), max)]
@@ -269,6 +270,7 @@ def compare(run: Values, replay: Values, replay_2: Values, start: Weights, first
         if tight_keys:
             worst, noise = (max(sizes[key] for key in tight_keys) for sizes in (run_distances, rounding))
             tightness.append(f"{len(tight_keys)} {kind.name} within {worst:.0e}, rounding here is {noise:.0e}")
+    tightness += [f"{', '.join(not_compared)} not compared"] if not_compared else []
     return first_difference(run, replay, run_distances, limits), tightness
 
 

@@ -317,7 +317,7 @@ def test_a_run_holds_within_rounding_under_another_micro_batch(run, capsys, repl
     code, sentences = audited(capsys, run, *ELSEWHERE)
     assert sentences[0].startswith(f"step {end - 5} to {end}: holds: ")
     assert re.search(r"losses within \de-0[789], rounding .* weights by their update within \de-0[4567],", sentences[0])
-    assert sentences[0].endswith(" (micro_batch_size 4 in the run, 2 here)")
+    assert sentences[0].endswith("; sample not compared (micro_batch_size 4 in the run, 2 here)")
     assert code == 0
 
 
