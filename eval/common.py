@@ -218,7 +218,7 @@ def _read(name: str, directory: Path | None, dtype: torch.dtype) -> tuple:
     if find_adapter_config_file(name):  # with PEFT, transformers would load its base model instead, or a pickle
         raise UserError("an adapter, not a model: merge it into its base model first (docs/elsewhere.md)")
     config = AutoConfig.from_pretrained(name, trust_remote_code=False)
-    config.transformers_weights = None  # may name a pickle
+    config.transformers_weights = config._attn_implementation = None  # may name a pickle, and code on the Hub
     if getattr(config, "activation_function", "") == "gelu_new":
         # The same formula in one operation instead of seven; saves a fifth of a forward pass on a CPU.
         config.activation_function = "gelu_pytorch_tanh"

@@ -464,11 +464,15 @@ def test_a_hostile_model_neither_unpickles_nor_runs_code(model_dir, tmp_path, er
     (model / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(common.UserError, match="lists files that are not safetensors in its own directory"):
         load(model)
+    (model / "model.safetensors.index.json").unlink()
     weights.rename(model / "model.safetensors")
     for settings in (config | {"auto_map": mapped}, config | {"auto_map": mapped, "model_type": "theirs"}):
         (model / "config.json").write_text(json.dumps(settings))
         with contextlib.suppress(common.UserError):
             load(model)
+    shutil.copy(model_dir / "tokenizer_config.json", model)
+    (model / "config.json").write_text(json.dumps(config | {"attn_implementation": "acme/kernel"}))
+    assert load(model).lm.shares_contexts  # not with acme's code, which the package kernels would download and run
     assert not created.exists()
 
 
