@@ -355,7 +355,7 @@ def own_results(checkpoint: Path) -> dict:
     weights = weights_sha256(checkpoint)
     others = [key for key, result in results.items() if not same_model(path, result, str(checkpoint), weights)]
     for key in others:
-        print(f"note: not showing {key} in {path}: it was measured on another model", flush=True)
+        print(redact(f"note: not showing {key} in {path}: it was measured on another model"), flush=True)
         del results[key]
     return results
 
@@ -377,7 +377,7 @@ def write_results(path: Path, key: str, value: dict) -> None:
         if any(entry["complete"] and entry not in new_scores for entry in scores):
             print(f"note: earlier scores in {path}, on other tasks or on more rows, are kept")
     elif not is_same_model:
-        print(f"note: replacing the results of {previous['model']} in {path}")
+        print(redact(f"note: replacing the results of {previous['model']} in {path}"))
     elif previous:
         print(f"note: replacing the earlier {key} in {path}")
     replace_file(path, (json.dumps(results | {key: value}, indent=2) + "\n").encode())

@@ -4,6 +4,7 @@ Writes report.html, which is self-contained, and each plot as a PNG, from metric
 """
 
 import base64
+import io
 import math
 from collections import defaultdict
 from dataclasses import replace
@@ -20,6 +21,8 @@ from eval.published import STYLES
 from eval.scores import ci95
 from recipe.utils.checkpoints import newest_run
 from recipe.utils.errors import ArgumentParser, writing
+from recipe.utils.files import replace_file
+from recipe.utils.redaction import redact
 from recipe.utils.units import duration, si
 
 TEMPLATE = Path(__file__).resolve().parent / "report.html.jinja"
@@ -43,11 +46,11 @@ def main() -> None:
     for run, findings in zip(runs, write_report(runs, out), strict=True):
         tokens, losses = run.series("val_loss")
         loss = f": validation loss {losses[-1]:.4f} after {si(tokens[-1], 'B')} tokens" if len(losses) else ""
-        print(f"{run.name}{loss}")
+        print(redact(f"{run.name}{loss}"))
         for finding in findings:
-            print(f"  {LABELS[finding.kind]:<5} {finding.text}")
+            print(redact(f"  {LABELS[finding.kind]:<5} {finding.text}"))
     for settings, *numbers in over_seeds(runs):
-        print("  ".join([*(f"{number:<15}" for number in numbers), settings]))
+        print(redact("  ".join([*(f"{number:<15}" for number in numbers), settings])))
     pictures = ", ".join(path.name for path in sorted(out.glob("*.png")))
     print(f"wrote {out / 'report.html'}; beside it {pictures}")
 
@@ -60,8 +63,9 @@ def write_report(runs: list[Run], out: Path, dpi: int = 150) -> list[list[Findin
     images = []
     with matplotlib.style.context(plots.STYLE):
         for picture in plots.draw_plots(runs, comparable):
-            picture.figure.savefig(out / f"{picture.name}.png", dpi=dpi)
-            images.append((picture, base64.b64encode((out / f"{picture.name}.png").read_bytes()).decode()))
+            picture.figure.savefig(buffer := io.BytesIO(), dpi=dpi)
+            replace_file(out / f"{picture.name}.png", buffer.getvalue(), flush=False)
+            images.append((picture, base64.b64encode(buffer.getvalue()).decode()))
     template = jinja2.Environment(autoescape=True, trim_blocks=True).from_string(TEMPLATE.read_text())
     page = template.render(
         title="Training report: " + ", ".join(run.name for run in runs),
@@ -72,7 +76,7 @@ def write_report(runs: list[Run], out: Path, dpi: int = 150) -> list[list[Findin
         over_seeds=over_seeds(runs),
         pictures=images,
     )
-    (out / "report.html").write_text(page, encoding="utf-8")
+    replace_file(out / "report.html", page.encode(), flush=False)
     return findings
 
 

@@ -14,6 +14,7 @@ import torch
 from transformers import GenerationConfig, GenerationMixin, TextStreamer
 
 from eval import common
+from recipe.utils.redaction import redact
 
 
 class _Streamer(TextStreamer):
@@ -21,6 +22,9 @@ class _Streamer(TextStreamer):
 
     def put(self, value: torch.Tensor) -> None:
         super().put(value[value != self.tokenizer.eos_token_id])
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        super().on_finalized_text(redact(text), stream_end)  # any model may emit control characters
 
 
 def generate(loaded: common.Loaded, prompt: str, args: argparse.Namespace) -> list[str]:

@@ -390,8 +390,8 @@ def test_what_a_terminal_cannot_show_is_printed_as_escapes(model_dir, command, m
 
 def test_bytes_of_a_prompt_that_are_not_utf8_are_replaced(model_dir, command, tmp_path, capsys):
     prompt, output = os.fsdecode(b"caf\xe9"), tmp_path / "results.json"
-    command(sample, model_dir, "--prompt", prompt, "--max_new_tokens", 2)
-    assert "\ncaf\ufffd" in capsys.readouterr().out
+    command(sample, model_dir, "--prompt", f"{prompt}\x0e", "--max_new_tokens", 2)
+    assert "\ncaf\ufffd\\x0e" in capsys.readouterr().out  # which would change a terminal's letters
     command(sample, model_dir, "--max_new_tokens", 2)
     assert "\nThe" in capsys.readouterr().out  # without a prompt
     command(compare, model_dir, "--other", model_dir, "--prompt", prompt, "--limit", 1, "--output", output)

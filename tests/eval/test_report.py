@@ -298,6 +298,18 @@ def test_the_page_is_self_contained_and_has_no_active_content(tmp_path, monkeypa
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in (run / "report").glob("*.png"))
 
 
+def test_a_run_from_others_reaches_neither_the_terminal_nor_a_file_outside(tmp_path, monkeypatch, capsys):
+    (mine := tmp_path / "mine").write_text("mine")
+    run = write_run(tmp_path / "run", lines_of(), config_of(optim="\x1b[2J"))  # clears a terminal
+    (run / "report").mkdir()
+    for name in ("report.html", "loss.png"):
+        (run / "report" / name).symlink_to(mine)
+    monkeypatch.setattr("sys.argv", ["report.py", str(run)])
+    report.main()
+    assert mine.read_text() == "mine"
+    assert "at equal steps: optim \\x1b[2J (reference: muon)" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     "lines",
     [lines_of()[:1], lines_of()[:2], [{"step": i, "tokens": i, "loss": 4.0, "seconds": i} for i in range(1, 9)]],
