@@ -1,7 +1,7 @@
 """The report's plots: matplotlib figures of one or more runs. A legend names only what is drawn."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import matplotlib
@@ -37,6 +37,7 @@ class Plot:
 
 def draw_plots(runs: list[Run], references: list[Reference]) -> list[Plot]:
     """All plots for which the runs have data. Call this and save the figures within STYLE."""
+    runs = [replace(run, name=f" {run.name}") if run.name[0] == "_" else run for run in runs]  # else no legend has it
     plots = {"loss": (draw_loss, 2), "training": (draw_training, 4)}
     if any(len(run.series("hellaswag_llmc_acc_norm")[0]) for run in runs):
         plots["hellaswag"] = draw_hellaswag, 2

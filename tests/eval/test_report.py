@@ -122,6 +122,8 @@ def test_runs_and_their_reference_share_a_plot(healthy, tmp_path):
     (low, high), (bottom, top) = end_axes.get_xlim(), end_axes.get_ylim()
     is_visible = [low <= x <= high and bottom <= y <= top for x, y in line(end_axes, "1-loss")]
     assert any(is_visible)  # although it ends before the other run's last four fifths
+    legend = drawn(write_run(tmp_path / "_draft", lines_of(), config_of()))["training"].figure.legends[0]
+    assert [text.get_text().strip() for text in legend.get_texts()] == ["_draft"]
 
 
 SWEEP = [(optim, rate, seed) for optim in ("adamw", "muon") for rate in (1e-3, 3e-3) for seed in (1, 2)]
