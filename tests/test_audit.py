@@ -260,6 +260,15 @@ def test_what_differs_after_a_change_of_the_code_accuses_nobody(run, capsys, rep
     assert "(code '0000" in sentences[0]
 
 
+def test_what_is_not_compared_with_other_packages_is_named(run, capsys, replayed_once):
+    change_config(run)
+    change_record(lambda state: state["about"][-1]["packages"].update(tiktoken="0.1"), *STEPS)(run)
+    code, sentences = audited(capsys, run)
+    sentence = "step 15 to 20: 5 steps equal to the bit; configuration and tokenizer files not compared (packages {"
+    assert code == 0
+    assert sentences[0].startswith(sentence)
+
+
 def test_a_flipped_bit_is_found(run, capsys, replayed_once):
     change_weight(run / "step_00000020")
     code, sentences = audited(capsys, run)
