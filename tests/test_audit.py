@@ -197,6 +197,15 @@ def test_a_forgery_is_found(run, capsys, replayed_once, forgery, elsewhere):
     assert difference in sentences[0]
 
 
+def test_a_record_of_other_shards_is_found_where_the_data_are_elsewhere(run, shards, capsys, replayed_once):
+    flags = ("--flags", f"--dataset_name {shutil.copytree(shards, run.parent / 'elsewhere')}")
+    assert audited(capsys, run, *flags) == (0, ["step 15 to 20: 5 steps equal to the bit"])
+    FORGERIES["shards"][0](run)
+    code, sentences = audited(capsys, run, *flags)
+    assert code == 1
+    assert sentences == ["step 15 to 20: different: the checkpoint records other shards than it was trained on"]
+
+
 def test_a_forgery_of_the_first_step_is_found(run, capsys, replayed_once):
     forget_after(5, run)
     change_line(0, val_loss=1.0)(run)
