@@ -195,5 +195,4 @@ def _model_files(model: GPT2LMHeadModel, tokenizer: GPT2Tokenizer) -> dict[str, 
     with writing(Path(os.environ.get("TMPDIR", "/tmp")), way_out), TemporaryDirectory() as directory:
         model.save_config(Path(directory))
         tokenizer.save(Path(directory), model.config.n_positions)
-        # A tokenizer may come with a directory of chat templates, which a model that only continues text does not need.
-        return {path.name: path.read_bytes() for path in sorted(Path(directory).iterdir()) if path.is_file()}
+        return {path.name: path.read_bytes() for path in sorted(Path(directory).iterdir())}

@@ -126,6 +126,8 @@ class GPT2Tokenizer:
         """Writes the files that `AutoTokenizer.from_pretrained(directory)` loads, for `max_length` positions."""
         tokenizer = copy.deepcopy(self._tokenizer)
         tokenizer.model_max_length = max_length
+        if isinstance(tokenizer.chat_template, dict):  # of files, which a model that only continues text does not need
+            tokenizer.chat_template = tokenizer.chat_template.get("default")
         tokenizer.save_pretrained(directory)
 
 

@@ -259,6 +259,18 @@ def test_a_prompt_has_no_token_that_training_did_not(tmp_path, template, tokeniz
     assert open_tokenizer(str(tmp_path / "saved")).digest == tokenizer.digest
 
 
+def test_a_chat_template_by_name_is_not_saved(tmp_path):
+    """The name, such as a path, would be that of a file; versions of transformers write it anywhere."""
+    save(train_tokenizer(), tmp_path / "own")
+    config = tmp_path / "own" / "tokenizer_config.json"
+    templates = [{"name": name, "template": name} for name in ("default", "tools", "../../../outside")]
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"chat_template": templates}))
+    open_tokenizer(str(tmp_path / "own")).save(tmp_path / "saved", max_length=64)
+    assert {path.name for path in tmp_path.iterdir()} == {"own", "saved"}
+    assert all(path.is_file() for path in (tmp_path / "saved").iterdir())
+    assert AutoTokenizer.from_pretrained(tmp_path / "saved").chat_template == "default"
+
+
 def test_published_losses_are_not_shown_beside_those_of_other_tokens(trained_run, tmp_path):
     """Tiny Shakespeare has a reference curve, but of GPT-2's tokens."""
     root, _ = trained_run
