@@ -306,7 +306,7 @@ def names_other_data(part: dict, replayed: dict) -> bool:
         files = zip(text.get("files", []), replayed_text.get("files", []), strict=False)
         if any(file.get(key) != other.get(key) for file, other in files for key in ("name", "size", "sha256")):
             return True
-        names = () if "shards" in replayed_text else ("train_text", "dataset_config", "dataset_split")
+        names = () if "shards" in replayed_text else ("train_text", "commit", "dataset_config", "dataset_split")
         if any(text.get(name) != replayed_text.get(name) for name in names):
             return True
     return False
@@ -320,7 +320,7 @@ def check_record(run: dict, replay: dict, flags: str) -> None:
     names = ("digest", "end_of_text") if "--tokenizer" in flags else ("digest", "end_of_text", "name")
     if any(run["tokenizer"][name] != replay["tokenizer"][name] for name in names):
         raise Different("the checkpoint records another tokenizer than its replay used")
-    is_elsewhere = re.search("dataset_name|train_text", flags)  # where the same shards may have other names
+    is_elsewhere = re.search("dataset_name|dataset_revision|train_text", flags)  # the same shards may have other names
     try:
         for pair in zip(entries_in(run["data"]), entries_in(replay["data"]), strict=True):
             if is_elsewhere:

@@ -516,6 +516,7 @@ def test_altered_data_are_found_at_their_step(shards, tmp_path, capsys, forked):
         ({"train_text": "a/b", "dataset_config": "x"}, {"train_text": "a/b", "dataset_config": "x"}, False),
         ({"train_text": "a/b", "dataset_config": "x"}, {"train_text": "a/b", "dataset_config": "y"}, True),
         ({"train_text": "a/b"}, {"train_text": "a/b", "dataset_split": "y"}, True),
+        ({"train_text": "a/b", "commit": "12"}, {"train_text": "a/b", "commit": "34"}, True),
         ({"train_text": "a/b"}, {"files": [{"name": "b.txt"}]}, True),
         ({"files": [{"name": "a.txt", "sha256": "12"}]}, {"files": [{"name": "b.txt", "sha256": "34"}]}, True),
         ({"files": [{"name": "a.txt", "sha256": "12"}]}, {"files": [{"name": "b.txt", "sha256": "12"}]}, True),
