@@ -44,6 +44,7 @@ from recipe.model.build import build_model
 from recipe.monitor.metrics import sha256_before
 from recipe.utils.checkpoints import checkpoints, manifest_of, newest_run, read_metrics, step_of
 from recipe.utils.errors import ArgumentParser, ExitCode, UserError
+from recipe.utils.log import escape_output
 from recipe.utils.processes import Processes
 from recipe.utils.redaction import redact
 from recipe.utils.units import plural
@@ -391,6 +392,7 @@ def _words(text: str) -> list[str]:
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the command; returns the exit code: 0 it holds, 1 different, 69 not comparable here."""
+    escape_output()
     parser = ArgumentParser(prog="python -m recipe.audit", description=__doc__.partition("\n")[0])
     target = parser.add_mutually_exclusive_group()
     target.add_argument("run", type=Path, nargs="?", help="directory of the run (default: the newest run)")

@@ -142,7 +142,7 @@ FORGERIES = {  # functions of the run, and what the audit prints
     "val_loss": (change_line(20, val_loss=5.0), "val_loss of step 20 is 5"),
     "val_loss removed": (change_line(20, val_loss=None), "val_loss of step 20 is missing"),
     "loss": (change_line(20, loss=2.0), "loss of step 20 is 2"),
-    "another sentence": (change_line(20, loss="\x1b[K\r\nstep 15 to 20: holds"), "\\x1b[K step 15 to 20: holds, and"),
+    "another sentence": (change_line(20, loss="\x1b[K\r\n\ud800step 15"), "of step 20 is \\x1b[K \\ud800step 15, and "),
     "NaN": (change_line(20, loss=float("nan")), "loss of step 20 is nan"),
     "invented": (change_line(20, hellaswag_llmc_acc=0.99), "hellaswag_llmc_acc of step 20 is 0.99"),
     "start damaged": (  # rather than the checkpoint at the end of the interval
