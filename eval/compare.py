@@ -11,6 +11,7 @@ import numpy as np
 from eval import common, hellaswag, perplexity, sample
 from eval.published import ACCURACIES, HELLASWAG_ROWS
 from eval.scores import comparison_row
+from recipe.utils.redaction import redact
 
 GPT2 = "openai-community/gpt2"
 BLOCKS = 20  # of consecutive windows, which are alike, whose means are all but independent
@@ -53,7 +54,7 @@ def validation(args: argparse.Namespace, model: common.Loaded, other: common.Loa
     except common.UserError as error:
         if is_explicit:
             raise
-        print(f"note: no validation loss: {error}")
+        print(redact(f"note: no validation loss: {error}"))
         return []
     losses = [perplexity.window_losses(loaded, windows, args.batch_size, "validation") for loaded in (model, other)]
     return [compare_means("validation loss, nats per token", *(np.array(losses) / (windows.shape[1] - 1)))]

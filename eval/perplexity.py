@@ -23,6 +23,7 @@ from eval import common
 from eval.loglikelihood import progress_bar, token_log_probs
 from eval.scores import score, text_dataset
 from recipe.utils.files import sha256_of
+from recipe.utils.redaction import redact
 from recipe.utils.shards import GPT2_TOKENS, SUFFIXES, ShardReader, shards_in
 
 
@@ -91,7 +92,7 @@ def check_tokens(data: str, loaded: common.Loaded, windows: np.ndarray) -> None:
         )
     # GPT-2's tokenizer in a directory has a digest other than "gpt2".
     if shard_digest and model_digest and shard_digest != model_digest:
-        names = f"tokenizer {shard_digest}, the model with {model_digest}"
+        names = redact(f"tokenizer {shard_digest}, the model with {model_digest}")
         print(f"note: --data {data} was made with {names}: unless they give the same tokens, the loss is meaningless")
 
 

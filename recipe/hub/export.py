@@ -26,6 +26,7 @@ from recipe.hub.upload import Uploads
 from recipe.utils.checkpoints import newest_run, val_losses
 from recipe.utils.errors import ArgumentParser, ExitCode, UserError
 from recipe.utils.log import set_up_logging
+from recipe.utils.redaction import redact
 
 logger = logging.getLogger("recipe.hub.export")  # as a command, __name__ is __main__
 
@@ -113,7 +114,7 @@ def _export(args: argparse.Namespace) -> ExitCode:
     if (kind := model_type(args.out)) == "gpt2":
         print(f"load       transformers.AutoModelForCausalLM.from_pretrained({str(args.out)!r})")
     else:
-        print(f"load       with code of your own: transformers has no {kind} model")
+        print(f"load       with code of your own: transformers has no {redact(kind)} model")
     print(f"card       {args.out / CARD}; it has the results that eval/ writes beside the checkpoint")
     return ExitCode.DONE
 

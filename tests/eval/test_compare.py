@@ -45,13 +45,14 @@ def test_a_run_is_compared_with_gpt2_on_the_same_text(whole_run, model_dir, tmp_
 
 
 def test_without_validation_data_only_hellaswag_is_compared(model_dir, shards, tiny_gpt2, tmp_path, command, capsys):
-    output = tmp_path / "results.json"
-    command(compare, model_dir, "--other", model_dir, "--limit", 2, "--output", output)
+    output, model = tmp_path / "results.json", shutil.copytree(model_dir, tmp_path / "model")
+    (model / "trainer_state.json").write_text(json.dumps({"config": {"dataset_name": "\x1b[2J"}}))  # from others
+    command(compare, model, "--other", model_dir, "--limit", 2, "--output", output)
     rows = json.loads(output.read_text())["compare"]["rows"]
     half_width = 1.96 / 4  # two rows and the two that are added: one of four differs
     assert [(row["difference"], row["ci95"]) for row in rows] == [(0.0, [-half_width, half_width])] * 4
-    assert "note: no validation loss" in capsys.readouterr().out
-    command(compare, model_dir, "--other", model_dir, "--limit", 1, "--output", output)
+    assert "note: no validation loss: --data \\x1b[2J: no .bin" in capsys.readouterr().out
+    command(compare, model, "--other", model_dir, "--limit", 1, "--output", output)
     assert f"note: replacing the earlier compare in {output}" in capsys.readouterr().out
     with pytest.raises(common.UserError, match="no data"):
         command(compare, model_dir, "--other", model_dir, "--sequence_length", 32, "--output", output)
