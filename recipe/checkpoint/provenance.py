@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 # Packages whose versions may affect a run's numbers.
 _PACKAGES = (
     *("torch", "transformers", "accelerate", "deepspeed", "torch_tpu", "torch_xla"),
-    *("datasets", "tiktoken", "safetensors"),
+    *("datasets", "tiktoken", "tokenizers", "safetensors"),
 )
 # Fields that do not affect a run's numbers; a change of one does not start a new part.
 _IGNORED = HARMLESS - {"run_name"} | {"report_to", "push_to_hub", "hub_model_id", "hub_private_repo", "hub_license"}
