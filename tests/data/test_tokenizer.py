@@ -119,7 +119,7 @@ def test_an_abandoned_reader_is_collected_without_waiting_for_a_thread():
     threading.Thread(target=collect, daemon=True).start()
     with getattr(threading, "_shutdown_locks_lock", threading.Lock()):
         is_locked.set()
-        assert is_collected.wait(10)
+        assert is_collected.wait(60)
 
 
 def test_a_tokenizer_is_trained_on_text_without_blanks_in_seconds(tmp_path):

@@ -86,7 +86,8 @@ def test_a_signal_during_the_end_of_the_interpreter_keeps_the_exit_code():
 
 
 def test_sigterm_during_the_imports_asks_for_another_start(tmp_path):
-    (tmp_path / "torch.py").write_text("import time; print('importing', flush=True); time.sleep(30)")
+    importing = "import time; print('importing', flush=True)\nfor _ in range(300): time.sleep(0.1)"
+    (tmp_path / "torch.py").write_text(importing)  # not one sleep: a signal just before it does not end it
     command, env = [sys.executable, "-u", "recipe/train.py"], environment() | {"PYTHONPATH": str(tmp_path)}
     with subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "importing\n"
