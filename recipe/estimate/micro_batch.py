@@ -59,7 +59,7 @@ def _largest_fast(config: Config, strategy: Strategy) -> float:
 
 def memory_kind(config: Config, strategy: Strategy) -> dict:
     """The arguments of step_memory that the device and the sharding decide."""
-    # The estimate without compilation is 4 to 7 % above what XLA's compiler reports for a TPU (docs/log.md).
+    # The estimate without compilation is 9 to 12 % above what XLA's compiler reports for a TPU (docs/log.md).
     compiled = config.run.torch_compile and not strategy.runtime.no_compile and strategy.device.type != "tpu"
     return {"precision": strategy.device.precision, "sharding": strategy.runtime.sharding, "compiled": compiled}
 

@@ -87,6 +87,8 @@ MEDIUM = "--config=gpt2-medium --dataset_name=x "
         (XL + "--dry_run=h100 --gradient_checkpointing --fused_loss=false", 32, True),
         (XL + "--dry_run --precision=bf16", 8, True),  # unknown memory
         (MEDIUM + "--dry_run=v3-8", 4, False),  # compiled ahead of time, 4 fit a core and 8 do not
+        (MEDIUM + "--dry_run=v5e-8", 2, False),  # DDP's buckets leave no room for 4, which fit a single chip
+        (MEDIUM + "--dry_run=v5e-1", 4, False),
         (MEDIUM + "--dry_run=v4-8", 8, False),
         (MEDIUM + "--dry_run=v6e-8 --gradient_checkpointing=true", 8, True),  # never more: a TPU takes no trial
         # The user's values stay.
