@@ -230,4 +230,4 @@ def test_a_full_disk_is_named_and_not_written_to(tmp_path, monkeypatch):
     monkeypatch.setattr(preflight.tempfile, "TemporaryFile", None)
     strategy = SimpleNamespace(runtime=SimpleNamespace(processes=Processes()))
     _, problem = preflight.disk(parse_config([f"--output_dir={tmp_path}"]), strategy)
-    assert re.match(rf"1 MB free in {tmp_path}, but a checkpoint takes 86.3 MB: no step can be saved; ", problem)
+    assert re.match(rf"1 MB free in {tmp_path}, but a checkpoint takes 87.4 MB: no step can be saved; ", problem)
