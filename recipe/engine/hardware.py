@@ -88,8 +88,8 @@ def named_devices(text: str) -> tuple[int, str]:
 
 def set_up_allocator() -> None:
     """Lets the segments of CUDA's allocator grow, unless the user has configured it; call it before CUDA starts.
-    Segments of fixed size lose up to 11 % of the memory to fragmentation, more than HEADROOM leaves (docs/log.md). Not
-    under WSL, where some of Nvidia's drivers before R615 cannot (pytorch #192330)."""
+    With segments of fixed size fp16 ran out of memory at a peak of 92 %, which HEADROOM allows (docs/log.md). Not under
+    WSL, where some of Nvidia's drivers before R615 cannot (pytorch #192330)."""
     in_wsl = "microsoft" in platform.release().lower()
     if torch.version.cuda and not in_wsl and not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
@@ -243,7 +243,7 @@ def tune_cpu(local_world_size: int) -> None:
 
     `accelerate launch` and torchrun set OMP_NUM_THREADS=1 if it is not set, with which each process would use one core;
     a value that the user has set is kept. glibc returns large blocks to the kernel on every free: keeping them makes
-    the loss twice as fast (docs/log.md).
+    the loss 1.7 times as fast in fp32 and 2.4 times in bf16 (docs/log.md).
     """
     threads = os.environ.get("OMP_NUM_THREADS")
     if not threads or (threads == "1" and is_set_by_launcher("OMP_NUM_THREADS", "--num_cpu_threads_per_process")):
