@@ -48,7 +48,8 @@ class ArgumentParser(argparse.ArgumentParser):
 
 class ExitCode(IntEnum):
     """Exit codes of every command; those above 2 are from sysexits.h, and 130 is a shell's code for Ctrl-C. 1 is for a
-    damaged checkpoint (`recipe.checkpoint`) and for a run that its replay does not reproduce (`recipe.audit`)."""
+    damaged checkpoint (`recipe.checkpoint`), a run that its replay does not reproduce (`recipe.audit`) and a check that
+    fails (`recipe/preflight.py`)."""
 
     DONE = 0
     USER_ERROR = 2
