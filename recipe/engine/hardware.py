@@ -199,13 +199,15 @@ def compile_in_place(module: torch.nn.Module, mode: str) -> None:
     """Compiles a module in place, which keeps `_orig_mod.` out of the parameters' names; DDP splits its graph at the
     ends of its buckets. `mode` max-autotune tunes the kernels, any other does not. Raises UserError."""
     import torch._inductor.config as inductor
-    from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
-    # In /tmp anybody may have made it first, and torch runs, and unpickles, what it finds there.
-    if (directory := cache_dir()) == default_cache_dir() and os.lstat(directory).st_uid != os.getuid():
+    # In /tmp anybody may have made it first, and torch runs, and unpickles, what it finds there; precompiled headers
+    # also where TORCHINDUCTOR_CACHE_DIR names another directory.
+    os.makedirs(directory := default_cache_dir(), exist_ok=True)
+    if os.lstat(directory).st_uid != os.getuid():
         raise UserError(
             f"{directory}, where PyTorch keeps compiled code, belongs to another user, who could have put code there; "
-            "set TORCHINDUCTOR_CACHE_DIR to a directory of yours, or torch_compile false"
+            "set TMPDIR to a directory of yours, or torch_compile false"
         )
     if torch.are_deterministic_algorithms_enabled() and hasattr(inductor, "deterministic"):  # not in torch 2.9
         inductor.deterministic = True  # otherwise sums depend on which variant of a kernel was the fastest
