@@ -303,12 +303,13 @@ def names_other_data(part: dict, replayed: dict) -> bool:
     texts, replayed_texts = entries_in(part["data"]), entries_in(replayed["data"])
     if len(texts) != len(replayed_texts):
         return True
+    names = ["train_text", "dataset_config", "dataset_split"]
+    names += ["commit"] * replayed["config"]["streaming"]  # shards prepared again may be of a newer one
     for text, replayed_text in zip(texts, replayed_texts, strict=True):
         files = zip(text.get("files", []), replayed_text.get("files", []), strict=False)
         if any(file.get(key) != other.get(key) for file, other in files for key in ("name", "size", "sha256")):
             return True
-        names = () if "shards" in replayed_text else ("train_text", "commit", "dataset_config", "dataset_split")
-        if any(text.get(name) != replayed_text.get(name) for name in names):
+        if "shards" not in replayed_text and any(text.get(name) != replayed_text.get(name) for name in names):
             return True
     return False
 

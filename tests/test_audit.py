@@ -516,7 +516,7 @@ def test_altered_data_are_found_at_their_step(shards, tmp_path, capsys, forked):
         ({"train_text": "a/b", "dataset_config": "x"}, {"train_text": "a/b", "dataset_config": "x"}, False),
         ({"train_text": "a/b", "dataset_config": "x"}, {"train_text": "a/b", "dataset_config": "y"}, True),
         ({"train_text": "a/b"}, {"train_text": "a/b", "dataset_split": "y"}, True),
-        ({"train_text": "a/b", "commit": "12"}, {"train_text": "a/b", "commit": "34"}, True),
+        ({"train_text": "a/b", "commit": "12"}, {"train_text": "a/b", "commit": "34"}, False),  # prepared again
         ({"train_text": "a/b"}, {"files": [{"name": "b.txt"}]}, True),
         ({"files": [{"name": "a.txt", "sha256": "12"}]}, {"files": [{"name": "b.txt", "sha256": "34"}]}, True),
         ({"files": [{"name": "a.txt", "sha256": "12"}]}, {"files": [{"name": "b.txt", "sha256": "12"}]}, True),
@@ -526,4 +526,9 @@ def test_altered_data_are_found_at_their_step(shards, tmp_path, capsys, forked):
     ],
 )
 def test_the_names_of_the_data_are_those_of_the_replay_as_far_as_it_knows_them(run, replay, is_other):
-    assert audit.names_other_data({"data": run}, {"data": replay}) == is_other
+    assert audit.names_other_data({"data": run}, {"data": replay, "config": {"streaming": False}}) == is_other
+
+
+def test_the_commit_of_a_stream_is_that_of_its_replay():
+    streams = [{"data": {"commit": commit}, "config": {"streaming": True}} for commit in "aab"]
+    assert [audit.names_other_data(streams[0], other) for other in streams[1:]] == [False, True]
