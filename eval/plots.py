@@ -37,7 +37,8 @@ class Plot:
 
 def draw_plots(runs: list[Run], references: list[Reference]) -> list[Plot]:
     """All plots for which the runs have data. Call this and save the figures within STYLE."""
-    runs = [replace(run, name=f" {run.name}") if run.name[0] == "_" else run for run in runs]  # else no legend has it
+    # matplotlib's legends have no label that begins with "_".
+    runs = [replace(run, name=f" {run.name}") if run.name.startswith("_") else run for run in runs]
     plots = {"loss": (draw_loss, 2), "training": (draw_training, 4)}
     if any(len(run.series("hellaswag_llmc_acc_norm")[0]) for run in runs):
         plots["hellaswag"] = draw_hellaswag, 2
