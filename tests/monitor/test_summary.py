@@ -193,7 +193,7 @@ def test_a_disk_that_is_too_small_for_a_checkpoint_is_noted(monkeypatch, tmp_pat
     assert not last_line().startswith("note")
     free[tmp_path / "new" / "run"] = 1.6e9
     (tmp_path / "new" / "run" / "step_00000001").mkdir(parents=True)
-    assert "checkpoints may take 8.97 GB and" in last_line()
+    assert "checkpoints may take 8.98 GB and" in last_line()
     config = config.replace(fresh=True)
     assert "checkpoints may take 10.5 GB and" in last_line(), "the earlier run's stay on this disk"
 
