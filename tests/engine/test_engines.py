@@ -6,6 +6,7 @@ The files of accelerate_configs/ are those for eight GPUs, here on CPU processes
 
 import json
 import math
+import re
 import shutil
 
 import pytest
@@ -43,7 +44,8 @@ def engine_run(shards, one_device, once):
         forget_after(40, shutil.copytree(one_device[0], directory / "moved"))
         runs = f"{directory}/full,{directory}/moved"
         result = ok(launch(engine, 2, *SEVERAL, runs, *settings(shards), real=True))
-        assert result.stderr == ""
+        unresolved = re.compile(r".*Unable to resolve hostname.*\n")  # gloo's, where /etc/hosts lacks this machine
+        assert unresolved.sub("", result.stderr) == ""
         return result.stdout
 
     return lambda engine: once(f"engine-{engine}", lambda directory: make_on(engine, directory))
