@@ -304,7 +304,7 @@ def names_other_data(part: dict, replayed: dict) -> bool:
     if len(texts) != len(replayed_texts):
         return True
     names = ["train_text", "dataset_config", "dataset_split"]
-    names += ["commit"] * replayed["config"]["streaming"]  # shards prepared again may be of a newer one
+    names += ["commit"] if replayed["config"]["streaming"] else []  # shards prepared again may be of a newer one
     for text, replayed_text in zip(texts, replayed_texts, strict=True):
         files = zip(text.get("files", []), replayed_text.get("files", []), strict=False)
         if any(file.get(key) != other.get(key) for file, other in files for key in ("name", "size", "sha256")):
