@@ -32,7 +32,7 @@ export TORCH_ELASTIC_SHUTDOWN_TIMEOUT ?= 300
 VARIABLES := $(shell sed -En 's/^(export )?([A-Z_]+) \?=.*/\2/p' $(lastword $(MAKEFILE_LIST)))
 FOREIGN := BIN LAUNCH SHELL MAKE% ACCELERATE_% CUDA_% HF_% NCCL_% OMP_% PYTORCH_% TORCH_% TPU_% WANDB_%
 UNKNOWN := $(strip $(foreach name,$(filter-out $(VARIABLES) $(FOREIGN),$(.VARIABLES)),$(if $(findstring command line,$(origin $(name))),$(name))))
-$(if $(UNKNOWN),$(error unknown variable $(UNKNOWN); there are $(VARIABLES), and one of the environment goes before make))
+$(if $(UNKNOWN),$(error unknown variable $(UNKNOWN); the variables are $(VARIABLES); an environment variable goes in front: NAME=value make))
 # So is one that the targets' rules do not use, as HOURS=2 for `make train`.
 RULES := $(shell awk -v goals=" $(or $(MAKECMDGOALS),start) " '/^[a-z.][^ :]*:/ {on = index(goals, " " substr($$0, 1, index($$0, ":") - 1) " ")} on' $(lastword $(MAKEFILE_LIST)))
 OPEN := (
