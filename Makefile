@@ -127,7 +127,7 @@ preflight: $(TRAINING) ## check a machine in two minutes: kernels, links, disk, 
 overfit: $(TRAINING) ## overfit one batch with CONFIG: the loss falls from 10.8 to below 0.1
 	@$(LAUNCH) --num_processes 1 --num_machines 1 recipe/train.py --config $(call as_word,CONFIG) --run_name overfit --fresh \
 		--dataset_name data/one-batch --train_text recipe/data/tiny_shakespeare.txt --streaming false --val_fraction 0.99915 \
-		--sequence_length 64 --total_batch_tokens 256 --micro_batch_size 4 --max_steps 40 --warmup_steps 5 \
+		--sequence_length 64 --n_positions 64 --total_batch_tokens 256 --micro_batch_size 4 --max_steps 40 --warmup_steps 5 \
 		--logging_steps 5 --eval_steps end --eval_tokens 256 --save_steps end --hellaswag_steps 0 --sample_steps 0 \
 		--output_dir runs/overfit --milestone_steps 0 --report_to none --push_to_hub false --init_from '' --tokenizer gpt2 \
 		--val_data '' --train_hours 0 --num_train_epochs 0 $(ARGS)

@@ -58,7 +58,7 @@ def describe(config: Config, batch: BatchPlan, strategy: Strategy, auto_lines: S
     yield _disk(config)
     if not config.undecided:
         yield _forecast(config, batch, strategy)
-    notes = (*disk_notes(config), *_launch_notes(strategy), *_device_notes(config, strategy))
+    notes = (*_position_notes(config), *disk_notes(config), *_launch_notes(strategy), *_device_notes(config, strategy))
     yield from (f"note       {note}" for note in notes)
 
 
@@ -142,6 +142,16 @@ def _stream_bytes(config: Config, directory: Path) -> float:
     outs = [out for out in outs if nearest_directory(out).stat().st_dev == directory.stat().st_dev]
     used = sum(path.stat().st_size for out in outs for path in out.glob("*.bin"))
     return max(0.0, config.data.disk_budget_gb * 1e9 - used) if outs else 0.0
+
+
+def _position_notes(config: Config) -> Iterator[str]:
+    """Positions that no sequence reaches; in a model from `init_from` they may have been trained before."""
+    length = config.data.sequence_length
+    if length < config.model.n_positions and not config.model.init_from:
+        yield (
+            f"positions above sequence_length {length} stay untrained, so longer texts come out as nonsense; "
+            f"--n_positions {length} makes a model without them"
+        )
 
 
 def disk_notes(config: Config) -> Iterator[str]:

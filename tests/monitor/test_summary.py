@@ -204,6 +204,15 @@ def test_a_field_without_the_one_that_it_needs_is_noted():
     assert "note" not in panel("h100", *argv, "--push_to_hub")
 
 
+def test_positions_that_no_sequence_reaches_are_noted():
+    note = "positions above sequence_length 512 stay untrained, so longer texts come out as nonsense; --n_positions "
+    shorter = panel("h100", "--config=gpt2", "--sequence_length=512")
+    assert shorter["note"].startswith(note)
+    assert "note" not in panel("h100", "--config=gpt2", "--sequence_length=512", "--n_positions=512")
+    # OpenAI's weights, say, have them trained
+    assert "note" not in panel("h100", "--config=gpt2", "--sequence_length=512", "--init_from=openai-community/gpt2")
+
+
 def test_the_closing_panel(whole_run, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     config = parse_config(["--config=gpt2", "--max_steps=19073", "--output_dir=a run"])
