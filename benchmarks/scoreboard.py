@@ -26,7 +26,6 @@ from benchmarks.runs import Run, Void, device, shards, trainer
 from eval.published import SIZES, SLOWER, SPEED_SOURCES, SPEEDS, Speed
 from recipe.config import ModelConfig, parse_config
 from recipe.engine import hardware
-from recipe.estimate.cost import cpu_flops
 from recipe.estimate.memory import flops_per_token
 from recipe.utils.errors import ArgumentParser
 from recipe.utils.units import si
@@ -83,12 +82,23 @@ def rows_of(arguments: argparse.Namespace, length: int, on_cpu: bool) -> list[Ro
     return [row for row in rows if re.search(arguments.only, row.name)]
 
 
+def cpu_peak() -> float:
+    """FLOP/s of this process's threads in a matrix product: those of one thread, times the number of threads. (Several
+    threads would wait for the slowest, which says little on a busy machine.)"""
+    dtype = torch.bfloat16 if hardware.resolve_precision("auto", cpu=True) == "bf16" else torch.float32
+    a, threads = torch.ones(256, 256, dtype=dtype), torch.get_num_threads()
+    torch.set_num_threads(1)
+    seconds = hardware.seconds_of(lambda: a @ a)
+    torch.set_num_threads(threads)
+    return threads * 2 * 256**3 / seconds
+
+
 def measure(arguments: argparse.Namespace, directory: Path) -> Iterator[dict]:
     """Yields each row with the keys of COLUMNS; a row without a speed has the reason in `source`."""
     on_cpu, deadline = device().type == "cpu", time.monotonic() + 60 * arguments.minutes
     conditions = report.circumstances()
     device_name = conditions["device"]
-    peak = cpu_flops(hardware.resolve_precision("auto", cpu=True)) if on_cpu else hardware.peak_flops(device_name)
+    peak = cpu_peak() if on_cpu else hardware.peak_flops(device_name)
     recipe = parse_config([f"--config={arguments.config}"])
     best = {"config": recipe.run.config}
     for row in rows_of(arguments, recipe.data.sequence_length, on_cpu):

@@ -1,21 +1,25 @@
-"""The expected speed of training on a device: from published runs or, on a CPU, from a timed matrix product."""
+"""The expected speed of training on a device: from published runs or, on a CPU, from the time of a small model."""
 
 import math
 import time
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
+from transformers import GPT2Config
 
 from eval.published import SIZES, SPEEDS
-from recipe.config import ModelConfig
+from recipe.config import SHAPE_FIELDS, ModelConfig
 from recipe.engine.device import Device
 from recipe.engine.hardware import DEVICES, known_name
 from recipe.estimate.memory import flops_per_token, parameter_count
+from recipe.model.gpt2 import GPT2LMHeadModel
 from recipe.utils.units import si
 
-ASSUMED_MFU = 0.4  # on a CPU, and where nothing was published or measured
+ASSUMED_MFU = 0.4  # where nothing was published or measured
 # Our measurement where nothing was published: gpt2, 64 sequences a step (docs/results/h200.json).
 MEASURED_MFU = {"H200": 0.49}
+PROBE_TOKENS, PROBE_WIDTH = 256, 384  # of the passes that are timed on a CPU; wider layers are about as fast
 MIN_STEP_S = 0.01  # of a step on an H200, however small the model (docs/log.md); assumed of all but CPUs
 
 
@@ -34,9 +38,8 @@ def expected_flops(
         return min(low * peak, most), min(high * peak, most), f"at {basis}"
     if device.type != "cpu":
         return None
-    peak = cpu_flops(device.precision) * processes
-    basis = f"at {100 * ASSUMED_MFU:.0f} % of the {si(peak)}FLOP/s that a matrix product reaches here now"
-    return ASSUMED_MFU * peak, ASSUMED_MFU * peak, basis
+    speed = cpu_flops(device.precision, model) * processes
+    return speed, speed, f"at the {si(speed)}FLOP/s that one layer and the embeddings reach here now"
 
 
 def mfu_of(device: str, count: int, model: ModelConfig) -> tuple[float, float, str]:
@@ -68,17 +71,23 @@ def _caveat(measured: int, count: int) -> str:
     return f"; on {count} communication takes more of the time" if measured < count else ""
 
 
+def cpu_flops(precision: str, model: ModelConfig) -> float:
+    """FLOP/s of this process's threads in the forward and backward pass of one layer of `model`, or of a narrower one
+    if it is wide, with its embeddings: the fastest of some passes in half a second."""
+    narrow = model if model.n_embd <= PROBE_WIDTH else replace(model, n_embd=PROBE_WIDTH, n_head=PROBE_WIDTH // 64)
+    return _pass_flops(precision, replace(narrow, n_layer=1, n_positions=min(PROBE_TOKENS, model.n_positions)))
+
+
 @lru_cache
-def cpu_flops(precision: str) -> float:
-    """FLOP/s of this process's CPU threads: the fastest matrix product of one thread in a tenth of a second, times the
-    number of threads. (Several threads would wait for the slowest, which says little on a busy machine.)"""
-    a = torch.ones(256, 256, dtype=torch.bfloat16 if precision == "bf16" else torch.float32)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    a @ a  # prepares the kernel
-    deadline, fastest = time.perf_counter() + 0.1, math.inf  # seconds
-    while (start := time.perf_counter()) < deadline or fastest == math.inf:
-        a @ a
-        fastest = min(fastest, time.perf_counter() - start)
-    torch.set_num_threads(threads)
-    return threads * 2 * 256**3 / fastest
+def _pass_flops(precision: str, model: ModelConfig) -> float:
+    shape = {name: getattr(model, name) for name in SHAPE_FIELDS}
+    gpt2 = GPT2LMHeadModel(GPT2Config(**shape, bos_token_id=None, eos_token_id=None)).eval()  # without dropout
+    tokens = torch.zeros(PROBE_TOKENS // model.n_positions, model.n_positions, dtype=torch.int64)
+    seconds, start = list[float](), time.perf_counter()
+    while len(seconds) < 2 or time.perf_counter() - start < 0.5:
+        pass_start = time.perf_counter()
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+            loss = gpt2(tokens, tokens)
+        loss.backward()
+        seconds.append(time.perf_counter() - pass_start)
+    return flops_per_token(model, model.n_positions) * tokens.numel() / min(seconds)

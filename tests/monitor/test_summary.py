@@ -4,15 +4,19 @@ import dataclasses
 import re
 import shlex
 import subprocess
+import time
 from types import SimpleNamespace
 
 import pytest
+import torch
+from transformers import GPT2Config
 
-from recipe.config import batch_arithmetic, parse_config
+from recipe.config import SHAPE_FIELDS, ModelConfig, batch_arithmetic, parse_config
 from recipe.engine.factory import open_strategy
 from recipe.estimate import cost, micro_batch
 from recipe.estimate.fused_loss import fused_loss
-from recipe.estimate.memory import HEADROOM, step_memory
+from recipe.estimate.memory import HEADROOM, flops_per_token, step_memory
+from recipe.model.gpt2 import GPT2LMHeadModel
 from recipe.monitor import summary
 from recipe.utils.errors import UserError
 from tests.conftest import ROOT
@@ -142,12 +146,29 @@ def test_the_time_on_a_device_without_a_known_peak(monkeypatch):
     time = panel("h100", peak_flops=None)["time"]
     assert time == "unknown, as is the peak of this device; the progress shows it after the first steps"
     assert "unknown, as is its peak in fp32; " in panel("h100", "--precision=fp32")["time"]
-    monkeypatch.setattr(cost, "cpu_flops", lambda precision: 100e9)
-    # 855,166,464 FLOP x 10 B tokens / (0.4 x 100 GFLOP/s) = 6.8 years
+    monkeypatch.setattr(cost, "cpu_flops", lambda precision, model: 40e9)
+    # 855,166,464 FLOP x 10 B tokens / 40 GFLOP/s = 6.8 years
     time = panel("h100", "--config=gpt2", type="cpu", peak_flops=None)["time"]
-    assert time == "about 2474 d 9 h at 40 % of the 100 GFLOP/s that a matrix product reaches here now"
+    assert time == "about 2474 d 9 h at the 40 GFLOP/s that one layer and the embeddings reach here now"
     time = panel("2xh100", "--config=gpt2", type="cpu", peak_flops=None)["time"]
-    assert time.startswith("about 1237 d 5 h at 40 % of the 200 GFLOP/s "), "of two processes"
+    assert time.startswith("about 1237 d 5 h at the 80 GFLOP/s "), "of two processes"
+
+
+@pytest.mark.parametrize(("precision", "width", "vocab_size"), [("fp32", 64, 257), ("bf16", 128, 8192)])
+def test_the_speed_expected_of_a_cpu_is_about_that_of_a_step(precision, width, vocab_size):
+    shape = ModelConfig(n_layer=4, n_head=4, n_embd=width, n_positions=128, vocab_size=vocab_size)
+    fields = {name: getattr(shape, name) for name in SHAPE_FIELDS}
+    model = GPT2LMHeadModel(GPT2Config(**fields, bos_token_id=None, eos_token_id=None)).eval()
+    tokens = torch.randint(vocab_size, (8, 128))
+    seconds = []
+    for _ in range(6):
+        start = time.perf_counter()
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+            loss = model(tokens, tokens)
+        loss.backward()
+        seconds.append(time.perf_counter() - start)
+    measured = flops_per_token(shape, 128) * tokens.numel() / min(seconds)
+    assert 0.4 < cost.cpu_flops(precision, shape) / measured < 2
 
 
 def test_a_run_that_does_not_fit_is_told_what_helps():
