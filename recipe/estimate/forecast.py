@@ -10,10 +10,10 @@ from typing import Any
 from recipe.config import BatchPlan, Config, DataConfig, OptimizerConfig, RunConfig, parse_config
 from recipe.data.survey import ENGLISH, Text
 from recipe.engine.strategy import Strategy
-from recipe.estimate.cost import expected_flops
 from recipe.estimate.memory import HEADROOM, flops_per_token, step_memory
 from recipe.estimate.micro_batch import memory_kind
 from recipe.estimate.scaling import SIZES, Size, block_parameters, error_of, law, line_through, model_of
+from recipe.estimate.speed import expected_flops
 from recipe.utils.machine import usable_memory
 
 MAX_PARAMETERS = 3  # in the blocks per token of text; a gain was measured up to 2.6 (scaling.json)

@@ -13,7 +13,6 @@ from recipe.checkpoint.format import checkpoint_path, checkpoints
 from recipe.config import MIXTURE_PERIOD, ROOT, BatchPlan, Config, data_sets
 from recipe.engine.launch import has_torch_tpu, has_tpu
 from recipe.engine.strategy import Strategy
-from recipe.estimate.cost import expected_flops
 from recipe.estimate.memory import (
     HEADROOM,
     TIGHT,
@@ -25,6 +24,7 @@ from recipe.estimate.memory import (
     step_memory,
 )
 from recipe.estimate.micro_batch import memory_kind
+from recipe.estimate.speed import expected_flops
 from recipe.monitor.metrics import Metrics
 from recipe.utils.checkpoints import val_losses
 from recipe.utils.errors import ExitCode

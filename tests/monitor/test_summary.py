@@ -13,7 +13,7 @@ from transformers import GPT2Config
 
 from recipe.config import SHAPE_FIELDS, ModelConfig, batch_arithmetic, parse_config
 from recipe.engine.factory import open_strategy
-from recipe.estimate import cost, micro_batch
+from recipe.estimate import micro_batch, speed
 from recipe.estimate.fused_loss import fused_loss
 from recipe.estimate.memory import HEADROOM, flops_per_token, step_memory
 from recipe.model.gpt2 import GPT2LMHeadModel
@@ -146,7 +146,7 @@ def test_the_time_on_a_device_without_a_known_peak(monkeypatch):
     time = panel("h100", peak_flops=None)["time"]
     assert time == "unknown, as is the peak of this device; the progress shows it after the first steps"
     assert "unknown, as is its peak in fp32; " in panel("h100", "--precision=fp32")["time"]
-    monkeypatch.setattr(cost, "cpu_flops", lambda precision, model: 40e9)
+    monkeypatch.setattr(speed, "cpu_flops", lambda precision, model: 40e9)
     # 855,166,464 FLOP x 10 B tokens / 40 GFLOP/s = 6.8 years
     time = panel("h100", "--config=gpt2", type="cpu", peak_flops=None)["time"]
     assert time == "about 2474 d 9 h at the 40 GFLOP/s that one layer and the embeddings reach here now"
@@ -168,7 +168,7 @@ def test_the_speed_expected_of_a_cpu_is_about_that_of_a_step(precision, width, v
         loss.backward()
         seconds.append(time.perf_counter() - start)
     measured = flops_per_token(shape, 128) * tokens.numel() / min(seconds)
-    assert 0.4 < cost.cpu_flops(precision, shape) / measured < 2
+    assert 0.4 < speed.cpu_flops(precision, shape) / measured < 2
 
 
 def test_a_run_that_does_not_fit_is_told_what_helps():
