@@ -48,9 +48,9 @@ from recipe.engine import hardware
 from recipe.engine.factory import open_strategy
 from recipe.engine.launch import EXIT_GRACE_S, fail
 from recipe.engine.strategy import Strategy
-from recipe.estimate.fused_loss import fused_loss
+from recipe.estimate.fused_loss import resolve_fused_loss
 from recipe.estimate.memory import checkpoint_bytes, step_memory
-from recipe.estimate.micro_batch import memory_kind, micro_batch
+from recipe.estimate.micro_batch import memory_kind, resolve_micro_batch
 from recipe.model.gpt2 import causal_attention
 from recipe.model.loss import next_token_loss
 from recipe.monitor.summary import disk_notes
@@ -267,8 +267,8 @@ def trial(config: Config, directory: Path, strategy: Strategy) -> Finding:
     fields = QUIET | {"max_steps": 8, "warmup_steps": 2, "logging_steps": 1, "output_dir": str(directory / "trial")}
     fields |= dict.fromkeys(("train_hours", "num_train_epochs", "max_hours"), 0.0)  # whatever the flags say
     config, note = config.replace(**fields), ""
-    config, _ = fused_loss(config, strategy)
-    config, _ = micro_batch(config, strategy)  # of the run, which may take all of the memory
+    config, _ = resolve_fused_loss(config, strategy)
+    config, _ = resolve_micro_batch(config, strategy)  # of the run, which may take all of the memory
     micro = batch_arithmetic(config, processes.world_size, device.count).micro  # of a process
     sequences = device.count * (8 if device.type == "cpu" else 32)  # of a process in a step, which keep it busy
     tokens = processes.world_size * micro * max(1, sequences // micro) * data.sequence_length
@@ -370,7 +370,7 @@ def attention(config: Config, strategy: Strategy) -> Finding:
 
 def loss(config: Config, strategy: Strategy) -> Finding:
     """The run's loss."""
-    config, kernel_line = fused_loss(config.replace(fresh=True), strategy)  # which tries the kernel
+    config, kernel_line = resolve_fused_loss(config.replace(fresh=True), strategy)  # which tries the kernel
     run, D, V = config.run, config.model.n_embd, config.model.vocab_size
     targets = torch.randint(0, V, (1, 256))
     options: dict = {"chunk_size": run.loss_chunk_size, "pad_vocab_to": strategy.device.pad_vocab_to}

@@ -38,8 +38,8 @@ from recipe.engine.factory import open_strategy
 from recipe.engine.launch import fail, is_local_main_process
 from recipe.engine.shutdown import Interrupted, StopSignal
 from recipe.engine.strategy import Strategy
-from recipe.estimate.fused_loss import fused_loss
-from recipe.estimate.micro_batch import micro_batch
+from recipe.estimate.fused_loss import resolve_fused_loss
+from recipe.estimate.micro_batch import resolve_micro_batch
 from recipe.hub.upload import Uploads, open_uploads
 from recipe.monitor.summary import describe, summarize
 from recipe.monitor.trackers import check_tracker
@@ -82,8 +82,8 @@ def run(config: Config, strategy: Strategy) -> ExitCode:
     config = with_vocabulary(config, processes)
     check_initial_weights(config, processes)
     config = with_steps(config, processes)
-    config, loss_line = fused_loss(config, strategy)
-    config, micro_batch_line = micro_batch(config, strategy)
+    config, loss_line = resolve_fused_loss(config, strategy)
+    config, micro_batch_line = resolve_micro_batch(config, strategy)
     batch = batch_arithmetic(config, processes.world_size, strategy.device.count)
     for line in describe(config, batch, strategy, [loss_line, micro_batch_line]):
         logger.info(line)

@@ -24,7 +24,7 @@ LOSS_TOLERANCE = 1e-5
 GRADIENT_TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 1e-3}
 
 
-def fused_loss(config: Config, strategy: Strategy) -> tuple[Config, str]:
+def resolve_fused_loss(config: Config, strategy: Strategy) -> tuple[Config, str]:
     """`config` with a bool in place of `auto`, the same on every process, and the line that explains it.
 
     It comes from the run's newest checkpoint, if that was saved on the same kind of device; else from a trial, which

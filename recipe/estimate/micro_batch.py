@@ -20,7 +20,7 @@ MAX_SEQUENCES = 8  # on a TPU, where no run has shown more to be faster, and on 
 _KEYS = ("precision", "torch_compile", "torch_compile_mode", "gradient_checkpointing", "loss_chunk_size", "fused_loss")
 
 
-def micro_batch(config: Config, strategy: Strategy) -> tuple[Config, str]:
+def resolve_micro_batch(config: Config, strategy: Strategy) -> tuple[Config, str]:
     """`config` with a number and a bool in place of `auto`, the same on every process, and the line that explains them.
 
     Both come from the run's newest checkpoint if a step takes the same memory on the same devices; else from the

@@ -18,7 +18,7 @@ from recipe.checkpoint.format import checkpoints, state_of
 from recipe.config import parse_config
 from recipe.engine import hardware
 from recipe.engine.factory import open_strategy
-from recipe.estimate.fused_loss import GRADIENT_TOLERANCE, LOSS_TOLERANCE, compare, fused_loss
+from recipe.estimate.fused_loss import GRADIENT_TOLERANCE, LOSS_TOLERANCE, compare, resolve_fused_loss
 from tests import processes as programs
 from tests.conftest import TINY, by_step, flags, forget_after, interpreted, ok
 
@@ -109,7 +109,7 @@ def test_nan_is_wrong_and_a_deterministic_run_asks_only_whether_the_kernel_is_ri
 ):
     monkeypatch.setattr("recipe.estimate.fused_loss.can_fuse", lambda device_type: True)
     monkeypatch.setattr("recipe.estimate.fused_loss.compare", lambda *_: (errors, speedup))
-    config, printed = fused_loss(parse_config(["--config=gpt2", *options]), open_strategy("fp32"))
+    config, printed = resolve_fused_loss(parse_config(["--config=gpt2", *options]), open_strategy("fp32"))
     assert printed.startswith(line)
     assert config.run.fused_loss is line.endswith("checked on this device: ")
 
@@ -120,7 +120,7 @@ def test_a_larger_vocabulary_takes_a_trial_no_more_memory(monkeypatch):
     trial = Mock(return_value=((0.0, 0.0), 2.0))
     monkeypatch.setattr("recipe.estimate.fused_loss.compare", trial)
     for vocab_size in (4096, 50_257, 151_936):
-        fused_loss(parse_config(["--config=gpt2"]).replace(vocab_size=vocab_size), open_strategy("fp32"))
+        resolve_fused_loss(parse_config(["--config=gpt2"]).replace(vocab_size=vocab_size), open_strategy("fp32"))
     sizes = [math.prod(call.args[2]) for call in trial.call_args_list]
     assert sizes[0] < sizes[1] < 4096 * 50_400
     assert 0.99 * sizes[1] < sizes[2] < 1.01 * sizes[1]
@@ -135,7 +135,7 @@ def test_no_process_uses_a_kernel_that_is_wrong_on_one(shards, tmp_path):
 @pytest.mark.parametrize(("devices", "expected"), [("8xh100", True), ("8xt4", True), ("v5e-8", False)])
 def test_a_dry_run_expects_the_kernel_on_cuda_only(devices, expected):
     config = parse_config(["--config=gpt2", f"--dry_run={devices}"])
-    config, line = fused_loss(config, open_strategy("auto", config.run.plan_device))
+    config, line = resolve_fused_loss(config, open_strategy("auto", config.run.plan_device))
     assert config.run.fused_loss is expected
     assert line == ("loss       fused kernel, if a trial finds it correct and faster" if expected else "")
 

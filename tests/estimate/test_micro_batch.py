@@ -9,8 +9,8 @@ from safetensors.torch import load_file
 
 from recipe.config import parse_config
 from recipe.engine.factory import open_strategy
-from recipe.estimate.fused_loss import fused_loss
-from recipe.estimate.micro_batch import micro_batch
+from recipe.estimate.fused_loss import resolve_fused_loss
+from recipe.estimate.micro_batch import resolve_micro_batch
 from recipe.utils.errors import UserError
 from tests import processes as programs
 from tests.conftest import TINY, flags, forget_after, recorded, run_train
@@ -61,7 +61,7 @@ def test_a_resumed_run_keeps_its_micro_batch_size(shards, automatic, tmp_path):
 
 def test_a_run_that_moves_to_another_device_chooses_again(whole_run):
     config = parse_config(flags(**TINY | {"micro_batch_size": "auto", "output_dir": whole_run[0]}))
-    _, line = micro_batch(config, open_strategy("fp32", "h100"))
+    _, line = resolve_micro_batch(config, open_strategy("fp32", "h100"))
     assert line.endswith("of 80 GB, an estimate"), "not as on the CPU, whose checkpoint has another micro-batch"
 
 
@@ -100,7 +100,7 @@ def test_a_dry_run_chooses_by_the_estimate(options, sequences, checkpointing):
     """Gradient checkpointing is off where a useful micro-batch fits without it."""
     config = parse_config(options.split())
     strategy = open_strategy(config.run.precision, config.run.plan_device)
-    result, line = micro_batch(fused_loss(config, strategy)[0], strategy)
+    result, line = resolve_micro_batch(resolve_fused_loss(config, strategy)[0], strategy)
     assert result.optimizer.micro_batch_size == sequences
     assert result.run.gradient_checkpointing is checkpointing
     assert "an estimate" in line or "a step does not fit without it" in line or "the default of auto" in line
@@ -111,7 +111,7 @@ def test_a_dry_run_chooses_by_the_estimate(options, sequences, checkpointing):
 def test_memory_that_another_program_uses_is_left_to_it(free, sequences, monkeypatch):
     config, strategy = parse_config(XL.split()), open_strategy("bf16", "h100")
     monkeypatch.setattr("recipe.engine.hardware.free_memory", lambda device: free)
-    chosen, line = micro_batch(config, strategy)
+    chosen, line = resolve_micro_batch(config, strategy)
     assert chosen.optimizer.micro_batch_size == sequences
     assert line.endswith(f"B of 80 GB ({free / 1e9:.1f} GB free), an estimate"), "why it is not more"
 
@@ -122,7 +122,7 @@ def test_a_gpu_that_another_program_fills_is_named_as_full(free, monkeypatch):
     config, strategy = parse_config(MEDIUM.split()), open_strategy("bf16", "h100")
     monkeypatch.setattr("recipe.engine.hardware.free_memory", lambda device: free)
     with pytest.raises(UserError, match=rf"of the device's 80\.0 GB \({free / 1e9:.1f} GB free\) may be used"):
-        micro_batch(config, strategy)
+        resolve_micro_batch(config, strategy)
 
 
 @pytest.mark.parametrize(("batch", "suggested"), [(524_288, "516096, 573440"), (10_240, "7168, 14336")])
@@ -130,7 +130,7 @@ def test_the_batch_that_is_suggested_lets_each_device_take_eight_sequences(batch
     """Unless it is smaller than that."""
     config = parse_config(["--config=gpt2", "--dry_run=7xh100", f"--total_batch_tokens={batch}"])
     with pytest.raises(UserError, match=f"7 processes x sequence_length 1024 = 7168; nearest valid: {suggested}$"):
-        micro_batch(config, open_strategy(config.run.precision, config.run.plan_device))
+        resolve_micro_batch(config, open_strategy(config.run.precision, config.run.plan_device))
 
 
 def test_a_model_that_does_not_fit_is_refused_with_advice(shards, tmp_path):

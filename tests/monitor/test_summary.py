@@ -14,7 +14,7 @@ from transformers import GPT2Config
 from recipe.config import SHAPE_FIELDS, ModelConfig, batch_arithmetic, parse_config
 from recipe.engine.factory import open_strategy
 from recipe.estimate import micro_batch, speed
-from recipe.estimate.fused_loss import fused_loss
+from recipe.estimate.fused_loss import resolve_fused_loss
 from recipe.estimate.memory import HEADROOM, flops_per_token, step_memory
 from recipe.model.gpt2 import GPT2LMHeadModel
 from recipe.monitor import summary
@@ -28,8 +28,8 @@ def panel(devices: str, *arguments: str, **changes) -> dict[str, str]:
     config = parse_config([*arguments, f"--dry_run={devices}"])
     strategy = open_strategy(config.run.precision, config.run.plan_device)
     strategy.device = dataclasses.replace(strategy.device, **changes)
-    config, loss_line = fused_loss(config, strategy)
-    config, micro_line = micro_batch.micro_batch(config, strategy)
+    config, loss_line = resolve_fused_loss(config, strategy)
+    config, micro_line = micro_batch.resolve_micro_batch(config, strategy)
     batch = batch_arithmetic(config, strategy.runtime.processes.world_size, strategy.device.count)
     lines = summary.describe(config, batch, strategy, [loss_line, micro_line])
     return {line[:11].strip(): line[11:] for line in lines}
