@@ -55,7 +55,7 @@ from recipe.model.gpt2 import causal_attention
 from recipe.model.loss import next_token_loss
 from recipe.monitor.summary import disk_notes
 from recipe.optim.muon import orthogonalize
-from recipe.train import run as train
+from recipe.train import run
 from recipe.utils.checkpoints import manifest_of, read_metrics
 from recipe.utils.errors import UserError
 from recipe.utils.files import nearest_directory, replace_file
@@ -221,7 +221,7 @@ def golden_losses(directory: Path, optim: str, strategy: Strategy, fields: dict)
     fields = GOLDEN["fields"] | fields | {"optim": optim, "precision": strategy.device.precision}
     fields |= {"micro_batch_size": SEQUENCES // devices // 2 or 1, "output_dir": directory}
     fields["dataset_name"] = directory.with_name("data")
-    train(parse_config([f"--{name}={value}" for name, value in fields.items()]), strategy)
+    run(parse_config([f"--{name}={value}" for name, value in fields.items()]), strategy)
     return losses_in(directory)
 
 
@@ -283,7 +283,7 @@ def trial(config: Config, directory: Path, strategy: Strategy) -> Finding:
         shards = dataclasses.replace(shards, tokenizer=data.tokenizer, sequence_length=data.sequence_length)
         config = dataclasses.replace(config, data=shards)
     strategy.runtime.stop.stop_after(TRIAL_S / 3600)
-    train(config, strategy)
+    run(config, strategy)
     lines = [line for line in read_metrics(directory / "trial" / "metrics.jsonl") if line["tokens_per_second"]]
     if len(lines) < 2:
         return "", "fewer than two steps in two minutes: this device is too slow for the recipe"

@@ -89,7 +89,7 @@ def test_a_device_without_fp64_is_compared_too():
 
 def test_the_trial_reads_the_shards_that_a_glob_names(shards, tmp_path, monkeypatch):
     configs: list[Config] = []
-    monkeypatch.setattr(preflight, "train", lambda config, strategy: configs.append(config))
+    monkeypatch.setattr(preflight, "run", lambda config, strategy: configs.append(config))
     config = parse_config([f"--dataset_name={shards}/train_*.bin", "--milestone_steps=2"])
     preflight.trial(config, tmp_path, open_strategy("fp32", "m1"))
     assert configs[0].data.dataset_name == f"{shards}/train_*.bin"
@@ -186,7 +186,7 @@ def test_a_resumed_run_that_is_not_the_uninterrupted_one_is_named(nats, differs,
 def test_slow_data_and_a_slow_device_are_named(waits, problem, shards, tmp_path, monkeypatch):
     line = {"tokens_per_second": 9.0, "mfu": None, "peak_memory_bytes": None}
     lines = [line | {"data_wait": wait} for wait in waits]
-    monkeypatch.setattr(preflight, "train", lambda *_: None)
+    monkeypatch.setattr(preflight, "run", lambda *_: None)
     monkeypatch.setattr(preflight, "read_metrics", lambda path: lines)
     config = parse_config([f"--dataset_name={shards}"])
     assert preflight.trial(config, tmp_path, open_strategy("fp32", "m1"))[1] == problem
