@@ -318,13 +318,13 @@ def check_same_launch(config: Config, strategy: Strategy) -> None:
 
 
 def check_supported(config: Config, strategy: Strategy) -> None:
-    """Raises UserError if the optimizer or the fused loss is not supported here, or if an automatic restart would start
-    the run or its max_hours over."""
+    """Raises UserError if the optimizer, its spike filter or the fused loss is not supported here, or if an automatic
+    restart would start the run or its max_hours over."""
     run, optim, supported = config.run, config.optimizer.optim, strategy.runtime.optimizers
-    limits = [name for name in ("skip_loss_z", "skip_grad_z") if getattr(config.optimizer, name)]
-    if limits and strategy.runtime.sharding.startswith("zero"):
+    z_limits = [name for name in ("skip_loss_z", "skip_grad_z") if getattr(config.optimizer, name)]
+    if z_limits and strategy.runtime.sharding.startswith("zero"):
         raise UserError(
-            f"{limits[0]} is not supported under ZeRO, whose step computes the norm and updates the weights in one "
+            f"{z_limits[0]} is not supported under ZeRO, whose step computes the norm and updates the weights in one "
             "call; remove it, or launch with accelerate_configs/ddp.yaml"
         )
     if supported and optim not in supported:
@@ -335,14 +335,14 @@ def check_supported(config: Config, strategy: Strategy) -> None:
     has_kernel = strategy.device.type == "cuda" if run.plan_device else can_fuse(strategy.device.type)
     if run.fused_loss is True and not has_kernel:
         raise UserError("fused_loss true needs a CUDA GPU and Triton; use auto")
-    limit = max_restarts()
-    if run.fresh and limit:
+    restarts = max_restarts()
+    if run.fresh and restarts:
         raise UserError(
-            f"--fresh would start over at each automatic restart (--max_restarts {limit}); remove one of the two, "
+            f"--fresh would start over at each automatic restart (--max_restarts {restarts}); remove one of the two, "
             f"or move {run.output_dir} away"
         )
-    if run.max_hours and limit:  # a run that stops ends with an exit code that torchrun takes for a failure
+    if run.max_hours and restarts:  # a run that stops ends with an exit code that torchrun takes for a failure
         raise UserError(
-            f"max_hours would start counting again at each automatic restart (--max_restarts {limit}; RESTARTS in "
+            f"max_hours would start counting again at each automatic restart (--max_restarts {restarts}; RESTARTS in "
             "slurm.sbatch); remove one of the two"
         )
