@@ -37,7 +37,6 @@ from recipe.utils.redaction import redacted
 
 logger = logging.getLogger(__name__)
 
-_COMPLETE = "complete   training is finished (%s); raise --%s to train longer, or start over with --fresh"
 _SHARED = "output_dir must be on a file system that all nodes share"
 # Paths, which may differ between nodes, and the run's name, which may be output_dir's.
 _PATH_FIELDS = {"config", "dataset_name", "val_data", "val_text", "train_text", "init_from", "output_dir", "run_name"}
@@ -205,9 +204,9 @@ def _check_same_checkpoint(path: Path, sums: dict) -> None:
         raise UserError(f"{path} is damaged on this node: {problems[0]}")
 
 
-def is_complete(config: Config, processes: Processes, checkpoint: Checkpoint | None) -> bool:
-    """Whether the last step is saved and evaluated; logs it if so. A collective call. Raises UserError if the run was
-    trained with other hyperparameters or on other data."""
+def log_if_complete(config: Config, processes: Processes, checkpoint: Checkpoint | None) -> bool:
+    """Logs that training is finished if the last step is saved and evaluated; returns whether it is. A collective call.
+    Raises UserError if the run was trained with other hyperparameters or on other data."""
     if checkpoint is None or checkpoint.step < config.optimizer.max_steps:
         return False
     is_evaluated = checkpoint.step in val_losses(Path(config.run.output_dir))
@@ -220,7 +219,8 @@ def is_complete(config: Config, processes: Processes, checkpoint: Checkpoint | N
                     "start over with --fresh"
                 )
         length = "train_hours" if config.run.train_hours else "max_steps or --num_train_epochs"
-        logger.info(_COMPLETE, checkpoint.path, length)
+        message = "complete   training is finished (%s); raise --%s to train longer, or start over with --fresh"
+        logger.info(message, checkpoint.path, length)
     return complete
 
 

@@ -27,7 +27,7 @@ from recipe.components import (
     check_inputs,
     check_same_launch,
     check_supported,
-    is_complete,
+    log_if_complete,
     open_components,
     open_run_directory,
     with_steps,
@@ -92,7 +92,7 @@ def run(config: Config, strategy: Strategy) -> ExitCode:
     if config.run.dry_run:
         if not (config.run.fresh or config.run.plan_device):  # other devices may have another disk
             with open_run_directory(config, processes) as (_, checkpoint):
-                is_complete(config, processes, checkpoint)
+                log_if_complete(config, processes, checkpoint)
         return ExitCode.DONE
     if config.run.max_hours:
         stop.stop_after(config.run.max_hours)
@@ -113,7 +113,7 @@ def pretrain(config: Config, batch: BatchPlan, strategy: Strategy) -> ExitCode |
     processes, stop = strategy.runtime.processes, strategy.runtime.stop
     uploads, code = open_uploads(config, processes), ExitCode.DONE  # before --fresh moves an earlier run
     with open_run_directory(config, processes) as (descriptor, checkpoint):
-        if not is_complete(config, processes, checkpoint):
+        if not log_if_complete(config, processes, checkpoint):
             with open_components(config, batch, strategy, descriptor, checkpoint) as components:
                 if config.undecided and processes.is_main:  # checkpoints keep the main process's clock
                     stop.decay_when(components.metrics.time_to_decay)
