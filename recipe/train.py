@@ -118,7 +118,7 @@ def pretrain(config: Config, batch: BatchPlan, strategy: Strategy) -> ExitCode |
                 if config.undecided and processes.is_main:  # checkpoints keep the main process's clock
                     stop.decay_when(components.metrics.time_to_decay)
                 val_loss, saved = train(config, batch, components, uploads)
-            if saved and val_loss is None and strategy.runtime.decays:
+            if saved and val_loss is None and strategy.runtime.decay_due:
                 return None
             code = summarize(config, components.metrics, val_loss, saved)
         if code == ExitCode.DONE:

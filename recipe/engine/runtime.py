@@ -21,7 +21,7 @@ class Runtime:
         optimizers: the only supported values of `optim`; empty if all are supported.
         no_compile: why torch.compile is ignored; empty if it is not.
         stop: the signals that this process has received.
-        decays: after Interrupted, whether it was the clock of train_hours that stopped the run, and no signal.
+        decay_due: after Interrupted, whether it was the clock of train_hours that stopped the run, and no signal.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Runtime:
         if sharding == "zero3":  # DeepSpeed does not show there which elements of a matrix a process has, for Muon
             self.optimizers = ("adamw",)
             self.no_compile = "ZeRO-3 gathers weights while the model runs, which torch.compile cannot trace"
-        self.stop, self.decays = StopSignal(), False
+        self.stop, self.decay_due = StopSignal(), False
 
     def check_stop(self) -> None:
         """Raises Interrupted on all processes if any has been asked to stop. A collective call."""
@@ -64,7 +64,7 @@ class Runtime:
         if self.processes.cpu_group is not None:
             torch.distributed.all_reduce(flags, torch.distributed.ReduceOp.MAX, group=self.processes.cpu_group)
         asked, late = flags.tolist()
-        self.decays = asked == DECAY
+        self.decay_due = asked == DECAY
         if asked:
             raise Interrupted
         return bool(late)
