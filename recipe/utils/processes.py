@@ -102,13 +102,13 @@ class Processes:
     def in_turns(self, action: Callable[[], Result], failure: str) -> Result:
         """What `action` returns, which the main process calls first, then one process of each other node, then the
         rest; none after one that has failed, as in `shared_error`. They wait for days."""
-        own_turn, results = 0 if self.is_main else 1 if self.local_rank == 0 else 2, []
+        own_turn = 0 if self.is_main else 1 if self.local_rank == 0 else 2
         with self.with_long_timeout() as processes:
             for turn in range(3):
                 with processes.shared_error(failure):
                     if turn == own_turn:
-                        results.append(action())
-        return results[0]
+                        result = action()
+        return result
 
 
 def is_launched() -> bool:
