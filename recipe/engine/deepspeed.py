@@ -34,12 +34,12 @@ class ZeroStrategy(Strategy):
     def open(cls, precision: str) -> Strategy:
         """As Strategy's."""
         cpu = _prepare_environment()
+        sharding = f"zero{zero_stage()}"
         precision = hardware.resolve_precision(precision, cpu=cpu)
         handlers = [InitProcessGroupKwargs(timeout=START_TIMEOUT, **({"backend": "gloo"} if cpu else {}))]
         # DeepSpeed takes the precision from its own configuration, which `_wrap` completes.
         accelerator = start_accelerator(precision, "no", handlers, (DistributedType.DEEPSPEED,))
-        stage = accelerator.state.deepspeed_plugin.zero_stage
-        runtime = Runtime(processes_of(accelerator, START_TIMEOUT), f"zero{stage}")
+        runtime = Runtime(processes_of(accelerator, START_TIMEOUT), sharding)
         set_timeouts()
         device = local_device(accelerator.device, precision, runtime.processes.local_world_size)
         return cls(device, runtime, accelerator)
@@ -196,7 +196,6 @@ def _prepare_environment() -> bool:
 
         # Otherwise it looks for compilers, and spends a minute compiling an operator that only inference calls.
         deepspeed.ops.__compatible_ops__ = {}
-    zero_stage()
     return cpu
 
 
