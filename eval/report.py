@@ -137,9 +137,8 @@ def _four_digits(value: float) -> str:
 
 def _accuracy(run: Run, style: str) -> str:
     """The last accuracy measured during training, with its 95 % interval."""
-    *_, last = [(math.nan, 1), *zip(*run.hellaswag(style)[1:], strict=True)]
-    p, rows = last
-    return f"{p:.4f} ± {ci95(p, rows):.4f} ({rows:,.0f} rows)" if math.isfinite(p) else ""
+    _, accuracies, rows = run.hellaswag(style)
+    return f"{accuracies[-1]:.4f} ± {ci95(accuracies[-1], rows[-1]):.4f} ({rows[-1]:,.0f} rows)" if len(rows) else ""
 
 
 if __name__ == "__main__":
