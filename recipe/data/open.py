@@ -43,8 +43,8 @@ def open_datasets(
         for entry, is_stream, first_window, saved in zip(entries, streamed, first_windows, saved_states, strict=True):
             data = replace(entry.data, disk_budget_gb=entry.data.disk_budget_gb / max(1, sum(streamed)))
             settings = data.sequence_length, _share_of_batch(batch, entry), run.seed, config.model.vocab_size
-            missing = partial(_prepare_missing, texts_of(data)[is_stream:])
-            processes.in_turns(missing, "the data cannot be prepared")
+            prepare_missing = partial(_prepare_missing, texts_of(data, streamed=is_stream))
+            processes.in_turns(prepare_missing, "the data cannot be prepared")
             if is_stream:
                 train, validation = _open_stream(data, settings, processes, first_window, saved, stack)
             else:
@@ -123,7 +123,7 @@ def check_dataset(entry: MixtureEntry, batch: BatchPlan, steps: int) -> None:
     if is_stream:
         logger.info("data       %s, streamed into %s", _text_name(data), data.dataset_name)
         Builder(data, readers=1).producer.source.newest()
-    missing = [*filter(must_prepare, texts_of(data)[is_stream:])]
+    missing = [*filter(must_prepare, texts_of(data, streamed=is_stream))]
     for text in missing:
         _check_holds_text(text)
         logger.info("data       %s, to be prepared as shards in %s", _text_name(text), text.dataset_name)

@@ -52,9 +52,9 @@ def main(argv: list[str] | None = None) -> int:
     return ExitCode.DONE
 
 
-def texts_of(data: DataConfig) -> list[DataConfig]:
-    """What `prepare` makes of a data set: its training text, if it is text, and that of its validation."""
-    texts = [data] if data.train_text else []
+def texts_of(data: DataConfig, *, streamed: bool = False) -> list[DataConfig]:
+    """What `prepare` makes of a data set: its training text, if it is text and not `streamed`, and its validation's."""
+    texts = [data] if data.train_text and not streamed else []
     if data.val_text:  # with val_data, nothing of a text is held out
         texts.append(replace(data, train_text=data.val_text, dataset_name=os.path.dirname(data.val_data)))
     return texts
