@@ -247,15 +247,16 @@ class MetricsLog:
         self._path, self._has_failed = path, False
         records = read_metrics(path)
         # Without a checkpoint, a record of step 0 may come from another configuration.
-        old_records = {r["step"]: r for r in records if r["step"] <= first_step and first_step > 0}
-        self.earlier = {k: v for k, v in old_records.get(first_step, {}).items() if v is not None}
-        lines = {step: json.dumps(record).encode() + b"\n" for step, record in old_records.items()}
-        self._resumed = first_step, sum(len(line) for step, line in lines.items() if step < first_step)
+        kept_records = {r["step"]: r for r in records if r["step"] <= first_step and first_step > 0}
+        self.earlier = {k: v for k, v in kept_records.get(first_step, {}).items() if v is not None}
+        lines = {step: json.dumps(record).encode() + b"\n" for step, record in kept_records.items()}
+        self._first_step = first_step
+        self._first_offset = sum(len(line) for step, line in lines.items() if step < first_step)  # of its line
         self.val_losses: dict[int, float] = {}
         self._digest = hashlib.sha256()  # of all lines but the last, which has this step
         self._last_step, self._last_line = 0, b""
-        for step, record in old_records.items():
-            self._count(record, lines[step])
+        for step, record in kept_records.items():
+            self._remember(record, lines[step])
         with writing(path, "free some space or make it writable: it holds the run's curve"):
             last_step = max((record["step"] for record in records), default=0)
             starts_over = first_step == 0 < last_step
@@ -272,12 +273,11 @@ class MetricsLog:
     def write(self, record: dict) -> None:
         """Appends a line; a number that is not finite becomes null, since JSON has no NaN."""
         record = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
-        step, offset = self._resumed
         line = json.dumps(record).encode() + b"\n"
-        self._append(line, offset if record["step"] == step else None)
-        self._count(record, line)
+        self._append(line, self._first_offset if record["step"] == self._first_step else None)
+        self._remember(record, line)
 
-    def _count(self, record: dict, line: bytes) -> None:
+    def _remember(self, record: dict, line: bytes) -> None:
         """Adds a line to the checksum, unless it replaces the last one, and its validation loss to the others."""
         if record["step"] != self._last_step:
             self._digest.update(self._last_line)
