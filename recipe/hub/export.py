@@ -79,7 +79,7 @@ def push(args: argparse.Namespace) -> ExitCode:
     if huggingface_hub.constants.HF_HUB_OFFLINE:
         raise UserError("HF_HUB_OFFLINE is set; unset it, on a machine that reaches the Hub")
     final = choose(args.run, args.best, to_resume=args.state)
-    config = state_of(final).get("config", {})
+    config = state_of(final)["config"]
     state = args.state or config.get("push_to_hub") == "state"
     if state and not args.state:
         final = choose(args.run, args.best, to_resume=True)
@@ -87,7 +87,7 @@ def push(args: argparse.Namespace) -> ExitCode:
     license = "" if args.no_card else args.license or config.get("hub_license", "")
     check_access(args.repo, private, license, "--repo")
     milestone_steps = config.get("milestone_steps", 0)
-    uploads = Uploads(args.run, args.repo, private, milestone_steps, final, license, not args.no_card, state)
+    uploads = Uploads(args.run, args.repo, private, milestone_steps, final, license, card=not args.no_card, state=state)
     code = uploads.wait(limit=math.inf)
     if code == ExitCode.DONE:
         logger.info("upload     everything is on the Hub")
