@@ -114,9 +114,9 @@ def _summary(state: dict, texts: list[dict], kind: str) -> str:
 def _run_scores(line: dict, config: dict, texts: list[dict]) -> Iterator[dict]:
     """The scores in a line of metrics.jsonl. Without val_data the validation text is held out of the training text."""
     method, metric = "by the run, in its precision", ("loss", "validation loss, nats per token")
-    tokens = config.get("eval_tokens", 0) // len(texts)  # the data sets of a mixture share them equally
+    tokens = config["eval_tokens"] // len(texts)  # the data sets of a mixture share them equally
     tokens = f", at most {tokens:,} tokens{' of each' * (len(texts) > 1)}" if tokens else ""
-    if config.get("val_data"):
+    if config["val_data"]:
         data = text_dataset(short_name(config["val_data"]))
     else:
         data = text_dataset(" + ".join(text["name"] for text in texts) + ", held out")
@@ -130,7 +130,7 @@ def _run_scores(line: dict, config: dict, texts: list[dict]) -> Iterator[dict]:
         if (loss := line.get(f"val_loss/{text['name']}")) is not None:
             yield score(text_dataset(f"{text['name']}, held out"), metric, loss, method + tokens)
     accuracies = {name: line.get(f"hellaswag_{name}") for name in ACCURACIES}
-    rows = line.get("hellaswag_rows") or config.get("hellaswag_limit") or HELLASWAG_ROWS
+    rows = line.get("hellaswag_rows") or config["hellaswag_limit"] or HELLASWAG_ROWS
     yield from hellaswag_scores(accuracies, rows, method, ", during training")
 
 
@@ -210,10 +210,10 @@ def _training_rows(state: dict, lines: list[dict], preflight: str) -> dict[str, 
 
 def _values(field: str, config: dict, parts: list[dict]) -> object:
     """A hyperparameter's value or, where a resume changed it, each with the step from which it held."""
-    starts = [(part["from_step"], part["config"].get(field)) for part in parts if field in part["config"]]
+    starts = [(part["from_step"], part["config"][field]) for part in parts if field in part["config"]]
     changes = [start for i, start in enumerate(starts) if i == 0 or start[1] != starts[i - 1][1]]
     if len(changes) < 2 or field == "max_steps":
-        return None if config.get(field) == UNDECIDED else config.get(field)
+        return None if config[field] == UNDECIDED else config[field]
     return "; ".join(f"{value} from step {step:,}" for step, value in changes)
 
 
