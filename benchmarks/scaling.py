@@ -26,7 +26,7 @@ from benchmarks.runs import train_to_end
 from recipe.config import ROOT, parse_config
 from recipe.data.producer import open_text
 from recipe.data.survey import Text, survey
-from recipe.estimate.forecast import recipe
+from recipe.estimate.forecast import fields_for
 from recipe.estimate.scaling import SCALING, error_of, law, line_through
 from recipe.utils.checkpoints import read_metrics
 from recipe.utils.errors import ArgumentParser, UserError
@@ -38,7 +38,7 @@ MIN_TRIAL_GAP = 0.5  # nats by the law: the smallest difference of recipe/best.p
 
 def train(text: Text, layers: int, width: int, tokens: int) -> float:
     """Trains a size for this many tokens; returns the validation loss."""
-    values = {name: value for name, (value, _) in recipe((layers, width), text, tokens, 1).items()}
+    values = {name: value for name, (value, _) in fields_for((layers, width), text, tokens, 1).items()}
     with tempfile.TemporaryDirectory() as directory:
         values |= {"max_steps": tokens // 1024, "total_batch_tokens": 1024, "output_dir": directory, "seed": 1}
         values["eval_tokens"] = 65_536  # all validation tokens of a short text

@@ -233,7 +233,7 @@ def search(
     seconds = left(overhead)
     best = forecaster.best(seconds)
     log_forecasts(forecaster, forecaster.forecasts(seconds), best, "tokens" if request.tokens else "time")
-    fields = forecaster.recipe(best.size, best.tokens)
+    fields = forecaster.fields_for(best.size, best.tokens)
     training_s = best.tokens / forecaster.tokens_per_second(best.size)
     if request.tokens or training_s < EARLY_END * seconds:
         steps = max(1, round(best.tokens / fields["total_batch_tokens"][0]))
@@ -303,7 +303,7 @@ def try_sizes(forecaster: Forecaster, left: Callable[[float], float], flags: lis
         for _ in range(SPEED_RUNS):  # a measured speed may make another size or batch the best
             seconds = left(reserve)
             best = forecaster.best(seconds)
-            run = best.size, forecaster.recipe(best.size, best.tokens)["total_batch_tokens"][0]
+            run = best.size, forecaster.fields_for(best.size, best.tokens)["total_batch_tokens"][0]
             if run in measured:
                 return
             measured.add(run)
@@ -328,7 +328,7 @@ def min_compiled_seconds(strategy: Strategy) -> float:
 def measure_speed(forecaster: Forecaster, forecast: Forecast, flags: list[str], torch_compile: bool) -> None:
     """Takes some steps of the run of a forecast, with its batch: a GPU takes as long for a smaller one. A collective
     call."""
-    fields = forecaster.recipe(forecast.size, forecast.tokens)
+    fields = forecaster.fields_for(forecast.size, forecast.tokens)
     batch, window = fields["total_batch_tokens"][0], SPEED_STEPS // 4
     logger.info("speed      measuring %s: %d steps of %s tokens", name_of(forecast.size), SPEED_STEPS, f"{batch:,}")
     own_flags = [f"--max_steps={SPEED_STEPS}", "--warmup_steps=1", f"--logging_steps={window}"]
@@ -344,8 +344,8 @@ def measure_loss(forecaster: Forecaster, forecast: Forecast, seconds: float, fla
     """Trains the size of a forecast for so many seconds, and validates on as many tokens as its run would. Returns the
     seconds that it took in addition to training. A collective call."""
     size, started = forecast.size, time.monotonic()
-    fields = forecaster.recipe(size, forecaster.tokens_per_second(size) * seconds)
-    fields["eval_tokens"] = forecaster.recipe(size, forecast.tokens)["eval_tokens"]
+    fields = forecaster.fields_for(size, forecaster.tokens_per_second(size) * seconds)
+    fields["eval_tokens"] = forecaster.fields_for(size, forecast.tokens)["eval_tokens"]
     logger.info("trial      training %s for %s", name_of(size), duration(seconds))
     *_, last = train_and_delete(forecaster.strategy, fields, [*flags, f"--train_hours={max(seconds / 3600, 1e-5):.5f}"])
     forecaster.losses.append((law(size, last["tokens"], forecaster.text.tokens), last["val_loss"]))

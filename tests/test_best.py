@@ -24,7 +24,7 @@ from recipe.data.survey import OWN_VOCAB_SIZE, Text
 from recipe.data.tokenizer import open_tokenizer
 from recipe.engine.factory import open_strategy
 from recipe.estimate import forecast, scaling
-from recipe.estimate.forecast import Forecaster, recipe
+from recipe.estimate.forecast import Forecaster, fields_for
 from recipe.utils.errors import UserError
 from recipe.utils.processes import Processes
 from tests import processes as programs
@@ -151,7 +151,7 @@ def searched_run(forecaster, seconds, runs, each=0.0):
 
     best.try_sizes(forecaster, left, [])
     run = forecaster.best(left())
-    return run, recipe(run.size, forecaster.text, run.tokens, 1)["total_batch_tokens"][0], left()
+    return run, fields_for(run.size, forecaster.text, run.tokens, 1)["total_batch_tokens"][0], left()
 
 
 @pytest.mark.parametrize(("speed", "length"), [(6_000, "train_hours"), (7_500, "train_hours"), (100_000, "max_steps")])
@@ -341,7 +341,7 @@ def test_a_trial_is_validated_on_as_many_tokens_as_the_run_will_be(monkeypatch):
     run = forecaster.best(3600)
     overhead = best.measure_loss(forecaster, run, 60, [])
     assert -1 <= overhead < 0, "without the second of training that the trial reports"
-    assert runs[0].eval_tokens == forecaster.recipe(run.size, run.tokens)["eval_tokens"][0]
+    assert runs[0].eval_tokens == forecaster.fields_for(run.size, run.tokens)["eval_tokens"][0]
 
 
 def test_a_speed_is_the_median_without_the_first_steps_which_compile(monkeypatch):
@@ -539,10 +539,10 @@ def test_a_plan_for_a_device_passes_its_dry_run(device, hours, file, call_here):
 
 def test_the_batch_grows_with_the_run_and_muons_rate_only_above_what_was_measured():
     text = Text("my.txt", "gpt2", 1e12, 4.4)
-    fields = [recipe((12, 768), text, tokens, 1) for tokens in (1e6, 5e6, 3e7, 1e10)]
+    fields = [fields_for((12, 768), text, tokens, 1) for tokens in (1e6, 5e6, 3e7, 1e10)]
     values = [(f["total_batch_tokens"][0], f["muon_learning_rate"][0]) for f in fields]
     assert values == [(1024, 0.01), (4096, 0.01), (8192, 0.014), (524_288, 0.02)]
-    assert recipe((12, 768), text, 1500, 1)["warmup_steps"][0] == 0  # of one step
+    assert fields_for((12, 768), text, 1500, 1)["warmup_steps"][0] == 0  # of one step
 
 
 def test_a_recipe_does_not_name_the_home_directory(tmp_path, call_here, monkeypatch):

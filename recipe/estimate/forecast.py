@@ -83,9 +83,9 @@ class Forecaster:
             forecasts[-1] = replace(forecasts[-1], limit=self._limit)
         return forecasts
 
-    def recipe(self, size: Size, tokens: float) -> Fields:
-        """The recipe that trains `size` for about so many tokens."""
-        return recipe(size, self.text, tokens, self._devices)
+    def fields_for(self, size: Size, tokens: float) -> Fields:
+        """The fields of the recipe that trains `size` for about this many tokens."""
+        return fields_for(size, self.text, tokens, self._devices)
 
     def best(self, seconds: float) -> Forecast:
         """The forecast with the lowest loss."""
@@ -131,7 +131,7 @@ def memory_of(size: Size, vocab_size: int, strategy: Strategy) -> int:
     return step_memory(config, batch, **memory_kind(config, strategy)).peak
 
 
-def recipe(size: Size, text: Text, tokens: float, devices: int) -> Fields:
+def fields_for(size: Size, text: Text, tokens: float, devices: int) -> Fields:
     """The fields of a run of `size` on `text` for about so many `tokens`, on all `devices` of all processes, except the
     one that sets its length."""
     model, (layers, width) = model_of(size), size
