@@ -214,11 +214,11 @@ def write_recipe(request: argparse.Namespace, flags: list[str], config: Config, 
 
 
 def search(
-    request: argparse.Namespace, flags: list[str], config: Config, forecaster: Forecaster, seconds: float
+    request: argparse.Namespace, flags: list[str], config: Config, forecaster: Forecaster, total: float
 ) -> tuple[Fields, Forecast]:
-    """The recipe of the best run in so many seconds, of which the search takes its share, and its forecast, which it
+    """The recipe of the best run in `total` seconds, of which the search takes its share, and its forecast, which it
     logs. A collective call. Raises UserError, and KeyboardInterrupt if it was stopped."""
-    strategy, total = forecaster.strategy, seconds
+    strategy = forecaster.strategy
     started = time.monotonic() - (time.time() - psutil.Process().create_time())  # somebody may set the clock
 
     def left(reserve: float = 0.0) -> float:  # a collective call
@@ -303,10 +303,10 @@ def try_sizes(forecaster: Forecaster, left: Callable[[float], float], flags: lis
         for _ in range(SPEED_RUNS):  # a measured speed may make another size or batch the best
             seconds = left(reserve)
             best = forecaster.best(seconds)
-            run = best.size, forecaster.fields_for(best.size, best.tokens)["total_batch_tokens"][0]
-            if run in measured:
+            size_and_batch = best.size, forecaster.fields_for(best.size, best.tokens)["total_batch_tokens"][0]
+            if size_and_batch in measured:
                 return
-            measured.add(run)
+            measured.add(size_and_batch)
             measure_speed(forecaster, best, flags, seconds > max(MIN_TIMED_COMPILED_S, compiled_s))
 
     seconds, overhead = left(0.0), 0.0
