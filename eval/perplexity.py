@@ -69,7 +69,7 @@ def shard_windows(
         shard = ShardReader(path, vocab_size)
         starts = range(0, len(shard) - T, T)
         taken = starts if limit is None else starts[: max(0, limit - available)]
-        windows.append(shard.runs(np.array(taken, np.int64), T + 1))
+        windows.append(shard.spans(np.array(taken, np.int64), T + 1))
         available += len(starts)
     if not available:
         raise common.UserError(f"--data {data}: no shard has {sequence_length + 1:,} tokens. Lower --sequence_length")

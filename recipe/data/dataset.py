@@ -75,7 +75,7 @@ class TokenDataset:
             reader, order = self._open(epoch, shard)
             index = windows[group] - self.starts[shard]
             index = order[index] if permuted else index
-            rows = reader.runs(index * self.sequence_length, self.sequence_length + 1)  # (group, T + 1)
+            rows = reader.spans(index * self.sequence_length, self.sequence_length + 1)  # (group, T + 1)
             if (largest := rows.max()) >= self._vocab_size:
                 raise not_in_vocabulary(self.shards[shard].path, largest, self._vocab_size)
             out[group] = rows

@@ -27,7 +27,7 @@ SPREAD_FROM = 1000  # documents; local text of fewer has its end held out
 SPREAD = "documents from all over it"
 # The position in the text where a shard begins: document, number of its tokens before the shard, Piece's `stream`.
 START = {"document": 0, "tokens": 0, "stream": None}
-Run = tuple[dict, np.ndarray]  # the position and the tokens, (tokens,), of a document or a part of one
+Span = tuple[dict, np.ndarray]  # the position and the tokens, (tokens,), of a document or a part of one
 
 
 def open_text(data: DataConfig) -> TextFiles | HubText:
@@ -79,9 +79,9 @@ class Producer:
         }
         self.made = 0  # tokens
         self.show: Callable[[], object] = lambda: None  # progress: called whenever `made` has grown
-        self._next: tuple[str, int] | None = None  # the shard whose tokens are next in `_runs`
-        self._runs: Iterator[Run] = iter(())
-        self._leftover: Run | None = None  # the rest of a run that did not fit into the previous shard
+        self._next: tuple[str, int] | None = None  # the shard whose tokens are next in `_spans`
+        self._spans: Iterator[Span] = iter(())
+        self._leftover: Span | None = None  # the rest of a span that did not fit into the previous shard
         self._document_count = 0  # read so far
 
     def finished(self) -> Manifest | None:
@@ -189,8 +189,8 @@ class Producer:
         self._next = None  # until this shard is finished
         size, position = self.tokens_of(split, number), START
         with ShardWriter(self.out / f"{split}.part", self.tokenizer.dtype) as shard:
-            while shard.tokens < size and (run := self._leftover or next(self._runs, None)):
-                position, tokens = run
+            while shard.tokens < size and (span := self._leftover or next(self._spans, None)):
+                position, tokens = span
                 chunk = tokens[: size - shard.tokens]
                 shard.append(chunk)
                 position = position | {"tokens": position["tokens"] + len(chunk)}
@@ -258,9 +258,9 @@ class Producer:
             position = self.manifest.of(split)[number - 1]["next"]
         elif split == "train" and self.val_documents and val_entries:  # validation comes first in the text
             position = {"document": self.val_documents, "tokens": 0, "stream": val_entries[-1]["next"]["stream"]}
-        self._leftover, self._runs = None, self._read(split, position)
+        self._leftover, self._spans = None, self._read(split, position)
 
-    def _read(self, split: str, position: dict) -> Iterator[Run]:
+    def _read(self, split: str, position: dict) -> Iterator[Span]:
         """Yields the tokens of a split from a position on, piece by piece."""
         for number, pieces in self._documents(split, position):
             offset = 0

@@ -76,7 +76,7 @@ class ShardReader:
     def __len__(self) -> int:
         return self._count
 
-    def runs(self, starts: np.ndarray, length: int) -> np.ndarray:
+    def spans(self, starts: np.ndarray, length: int) -> np.ndarray:
         """The `length` tokens from each of `starts`, (N,) -> (N, length), of `dtype`. Raises UserError if the file was
         cut short."""
         size, offsets = self.dtype.itemsize * length, self._begin + self.dtype.itemsize * starts

@@ -31,9 +31,9 @@ def test_a_shard_of_a_larger_vocabulary_has_the_bytes_of_llm_c_for_llama_3(tmp_p
     write_shard(path, tokens, UINT32)
     assert path.read_bytes() == header(20240801, 7, 4) + np.array(tokens, "<i4").tobytes()
     assert ShardReader(path).read(3).tolist() == tokens[:3]
-    assert ShardReader(path).runs(np.array([0, 2]), 2).tolist() == [tokens[:2], tokens[2:]]
+    assert ShardReader(path).spans(np.array([0, 2]), 2).tolist() == [tokens[:2], tokens[2:]]
     np.save(tmp_path / "a.npy", np.array(tokens * 99, np.uint32))
-    assert ShardReader(tmp_path / "a.npy").runs(np.array([5]), 3).tolist() == [[128_000, 258, 7]]
+    assert ShardReader(tmp_path / "a.npy").spans(np.array([5]), 3).tolist() == [[128_000, 258, 7]]
     assert [dtype_of(size) for size in (50_257, 65_536, 65_537)] == [UINT16, UINT16, UINT32]
 
 
@@ -87,7 +87,7 @@ def test_the_shards_of_build_nanogpt_are_read(tmp_path):
         np.save(tmp_path / f"edufineweb_{name}.npy", tokens)
     (shard,) = find_shards(str(tmp_path), "train")
     assert (shard.path.name, shard.tokens) == ("edufineweb_train_000001.npy", 999)
-    assert ShardReader(shard.path).runs(np.array([0, 990]), 9).tolist() == [GOOD[:9].tolist(), GOOD[990:].tolist()]
+    assert ShardReader(shard.path).spans(np.array([0, 990]), 9).tolist() == [GOOD[:9].tolist(), GOOD[990:].tolist()]
     assert ShardReader(shard.path).read().tolist() == GOOD.tolist()
     np.save(tmp_path / "a.npy", GOOD.astype(np.int64))
     with pytest.raises(UserError, match=r"a\.npy: an array of int64 with 1 dimensions; a \.npy shard must have one"):
