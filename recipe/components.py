@@ -96,8 +96,8 @@ def open_components(
         }
         if is_rewound:
             state = state | {"tracker": {}}  # a tracker accepts each step once: log the repeated steps as a new run
-        for name, component in stateful.items() if checkpoint else []:
-            if state[name]:  # empty without a loss scale
+        for name, component in stateful.items():
+            if state.get(name):  # empty without a loss scale, and in a new run
                 component.load_state_dict(state[name])
         stack.enter_context(batches)  # starts prefetching, which verifies files against the restored checksums
         stack.enter_context(metrics.open())
