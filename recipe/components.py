@@ -228,19 +228,18 @@ def _difference(config: Config, state: dict) -> str:
     """How a complete run, with this trainer state, was trained with other hyperparameters or on other data than the
     configuration names; empty if it was not. Compares the names of the data or, since shards may move, the shards; for
     local text also its files, by size and checksum or time. Prepares and streams nothing."""
-    trained_name, entries = state["config"]["dataset_name"], data_sets(config.data)
-    saved_config, flat = DEFAULTS | state["config"], redacted(config.flat())
+    entries = data_sets(config.data)
+    saved, flat = DEFAULTS | state["config"], redacted(config.flat())
+    changes = {name: f"{name} {saved[name]!r}, not {flat[name]!r}" for name in DEFAULTS if saved[name] != flat[name]}
     # More steps would continue it, fewer it has taken; the micro-batch changes nothing but rounding.
     names = {*hyperparameters(flat)} - {"max_steps", "micro_batch_size"}
-    saved = {name: saved_config.get(name) for name in flat}
-    changes = {name: f"{name} {saved[name]!r}, not {flat[name]!r}" for name in flat if saved[name] != flat[name]}
     if changed := sorted(names & changes.keys()):
         return f"was trained with {', '.join(changes[name] for name in changed)}"
     split = [name for name in (*SHARD_FIELDS, "val_data") if name in changes]
     # With val_data, whatever it names, nothing of a text is held out.
-    same_split = not {*split} - {"val_data"} and bool(saved_config["val_data"]) == bool(flat["val_data"])
-    is_same_text = _texts(saved_config) == _texts(flat) and same_split
-    if trained_name == flat["dataset_name"] or is_same_text:  # whatever its shards are called now
+    same_split = not {*split} - {"val_data"} and bool(saved["val_data"]) == bool(flat["val_data"])
+    is_same_text = _texts(saved) == _texts(flat) and same_split
+    if "dataset_name" not in changes or is_same_text:  # whatever its shards are called now
         for entry, source in zip(entries, entries_in(state["about"][-1]["data"]), strict=True):
             if source.get("files") and is_text(entry.data.train_text):
                 identity = redacted(open_text(entry.data).identity())
@@ -253,7 +252,7 @@ def _difference(config: Config, state: dict) -> str:
         if "train_text" not in changes and split:  # another split of the same text
             return f"was trained with {', '.join(changes[name] for name in split)}"
         names = ", ".join(entry.data.train_text or entry.data.dataset_name for entry in entries)
-        return f"was trained on {trained_name}, not on {names}"
+        return f"was trained on {saved['dataset_name']}, not on {names}"
     return ""
 
 
