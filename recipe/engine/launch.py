@@ -177,7 +177,7 @@ def check_launch() -> None:
             "MULTI_CPU start one, and so does --cpu; use accelerate_configs/ddp.yaml, for several nodes "
             "multinode-ddp.yaml; for processes on the CPU set ACCELERATE_USE_CPU=true before `accelerate launch`"
         )
-    rank, world_size = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1)))
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if "LOCAL_RANK" in os.environ and rank >= world_size:
         raise UserError(f"RANK is {rank}, but WORLD_SIZE {world_size}; unset RANK, LOCAL_RANK and WORLD_SIZE")
     local_variables = {"LOCAL_RANK": "this process's index on its node", "LOCAL_WORLD_SIZE": "how many that has"}
