@@ -75,9 +75,9 @@ def rows_of(arguments: argparse.Namespace, length: int, on_cpu: bool) -> list[Ro
         Row("(gradient checkpointing)", {"gradient_checkpointing": True}),
     ]
     field, _, values = arguments.sweep.partition("=")
-    powers = [2**n for n in range(sequences.bit_length()) if sequences % 2**n == 0]
-    for value in (values.split(",") if values else powers) if field else ():
-        rows.append(Row(f"{field} {value}", {field: value}))
+    if field:
+        powers = [2**n for n in range(sequences.bit_length()) if sequences % 2**n == 0]
+        rows += [Row(f"{field} {value}", {field: value}) for value in (values.split(",") if values else powers)]
     rows += [Row(f"{n} processes", {}, processes=n) for n in arguments.processes]
     rows += [Row(size, {"config": size}) for size in arguments.sizes]
     return [row for row in rows if re.search(arguments.only, row.name)]
