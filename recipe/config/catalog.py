@@ -53,7 +53,7 @@ def resolve(data: DataConfig) -> DataConfig:
 def _directory_of(text: str, data: DataConfig) -> str:
     """The directory for the shards of a text; its name depends on the text and on SHARD_FIELDS."""
     path, settings = Path(text), {name: getattr(data, name) for name in SHARD_FIELDS}
-    settings["tokenizer"] = _beside_data(data.tokenizer)
+    settings["tokenizer"] = _portable_path(data.tokenizer)
     if data.val_data:
         settings["val_fraction"] = 0.0  # all of the text is trained on
         if not is_on_hub(text):
@@ -67,11 +67,11 @@ def _directory_of(text: str, data: DataConfig) -> str:
         path = path.parent if glob.has_magic(path.name) and not path.exists() else path
         stem = re.sub(r"[^\w-]+", "-", path.name.split(".")[0]).strip("-") or "text"
         stem = stem.encode()[:200].decode(errors="ignore")  # a name has at most 255 bytes
-        text = _beside_data(text)
+        text = _portable_path(text)
     return f"data/{stem}-{hashlib.sha256(json.dumps([text, settings]).encode()).hexdigest()[:8]}"
 
 
-def _beside_data(path: str) -> str:
+def _portable_path(path: str) -> str:
     """A path in the working directory, where data/ is, as a relative one: it names the same shards after both have
     moved, or been mounted in a container. Any other as an absolute one. A name on the Hub stays as it is."""
     absolute = Path(os.path.abspath(path))
