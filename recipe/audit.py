@@ -66,9 +66,9 @@ Weights = dict[str, torch.Tensor]
 
 class Kind(NamedTuple):
     """Values that round alike, by a pattern of their names, and what relative differences mean for them. If two replays
-    differ by at most `tight`, a run may differ from its replay by 8 times as much, or by `floor`. Beyond `tight` errors
-    have grown by themselves, another replay says little about the run, and it may differ by `loose`. An audit proves
-    nothing if no value of an `essential` kind is tight."""
+    differ by at most `tight`, a run may differ from its replay by 8 times as much, or by `floor`. Beyond `tight`,
+    errors have amplified themselves, a second replay says little about the run, and it may differ by `loose`. An audit
+    proves nothing if no value of an `essential` kind is tight."""
 
     name: str
     pattern: str
@@ -109,8 +109,8 @@ class Interval(NamedTuple):
 
 
 def interval_to(end: Path, paths: list[Path], repo: str) -> Interval:
-    """The interval up to `end`, one of the run's checkpoints `paths`. It starts at the newest one that the run went
-    through: a resumed run may have continued from an older one."""
+    """The interval up to `end`, one of the run's checkpoints `paths`. It starts at the newest earlier one that the run
+    went through: a resumed run may have continued from an older one."""
 
     def parts(path: Path) -> list[dict]:
         if repo:
@@ -217,7 +217,7 @@ def values_of(checkpoint: Checkpoint, interval: Interval) -> Values:
 
 def distance(name: str, run: Any, replay: Any, start: Weights) -> float:
     """The difference of two numbers or tensors, relative to the second or, for a weight, to its update since `start`.
-    If that is 0, it is 0 for equal ones and infinite for others."""
+    If that is 0, the result is 0 for equal values and infinite for others."""
     if isinstance(run, torch.Tensor) and isinstance(replay, torch.Tensor) and run.shape == replay.shape:
         delta, scale = run.double() - replay.double(), float((replay - start.get(name, 0)).double().norm())
         # The keys' bias has no effect, and its gradient is nothing but rounding. More than an update, and NaN, stay.
@@ -315,8 +315,8 @@ def names_other_data(part: dict, replayed: dict) -> bool:
 
 
 def check_record(run: dict, replay: dict, flags: str) -> None:
-    """Raises Different if the trainer state `run`, which the model card shows, has another step, tokenizer or data than
-    its replay's, which had these flags."""
+    """Raises Different if the trainer state `run`, which the model card shows, differs in step, tokenizer or data from
+    that of its replay, which had these flags."""
     if run["step"] != replay["step"]:
         raise Different(f"trainer_state.json records step {run['step']:,}")
     names = ("digest", "end_of_text") if "--tokenizer" in flags else ("digest", "end_of_text", "name")

@@ -164,7 +164,7 @@ def parse_request(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def earlier_recipe(request: argparse.Namespace, config: Config, strategy: Strategy, path: Path) -> list[str] | None:
     """The lines of the recipe that was written for the same request, if there is one. A collective call. Raises
-    UserError if there is another one."""
+    UserError if the recipe there was written for another request."""
     processes = strategy.runtime.processes
     exists = processes.broadcast_object(path.exists() and not config.run.fresh)
     with processes.shared_error("the earlier recipe cannot be read"):
@@ -216,8 +216,8 @@ def write_recipe(request: argparse.Namespace, flags: list[str], config: Config, 
 def search(
     request: argparse.Namespace, flags: list[str], config: Config, forecaster: Forecaster, total: float
 ) -> tuple[Fields, Forecast]:
-    """The recipe of the best run in `total` seconds, of which the search takes its share, and its forecast, which it
-    logs. A collective call. Raises UserError, and KeyboardInterrupt if it was stopped."""
+    """The recipe of the best run in `total` seconds, part of which goes into the search, and its forecast, which is
+    logged. A collective call. Raises UserError, and KeyboardInterrupt if it was stopped."""
     strategy = forecaster.strategy
     started = time.monotonic() - (time.time() - psutil.Process().create_time())  # somebody may set the clock
 
@@ -293,9 +293,9 @@ def read_text(request: argparse.Namespace, config: Config, strategy: Strategy) -
 
 
 def try_sizes(forecaster: Forecaster, left: Callable[[float], float], flags: list[str]) -> float:
-    """Measures the speed of the run that is the best for the time that is left, then the loss of its size in two
-    trials, and, if with these another run is the best, that one's speed too. `left(reserve)` is the time without
-    `reserve` seconds. Returns the seconds that the second trial took in addition to its training. A collective call."""
+    """Measures the speed of the best run for the time that is left, then the loss of its size in two trials and, if
+    these make another run the best, that run's speed too. `left(reserve)` is the time left without `reserve` seconds.
+    Returns the seconds that the second trial spent on anything but training. A collective call."""
     compiled_s = min_compiled_seconds(forecaster.strategy)
     measured: set[tuple[Size, int]] = set()
 
@@ -320,13 +320,13 @@ def try_sizes(forecaster: Forecaster, left: Callable[[float], float], flags: lis
 
 
 def min_compiled_seconds(strategy: Strategy) -> float:
-    """Seconds of a run from which compiling it pays: on an H200 that took 25 seconds and made it 1.18 times as fast
-    (docs/log.md)."""
+    """How many seconds a run must last for compiling to pay: on an H200 it took 25 seconds and made the run 1.18 times
+    as fast (docs/log.md)."""
     return 300 if strategy.device.type == "cuda" else 3600
 
 
 def measure_speed(forecaster: Forecaster, forecast: Forecast, flags: list[str], torch_compile: bool) -> None:
-    """Takes some steps of the run of a forecast, with its batch: a GPU takes as long for a smaller one. A collective
+    """Takes some steps of a forecast's run, with its full batch: a GPU takes as long for a smaller one. A collective
     call."""
     fields = forecaster.fields_for(forecast.size, forecast.tokens)
     batch, window = fields["total_batch_tokens"][0], SPEED_STEPS // 4
@@ -341,8 +341,8 @@ def measure_speed(forecaster: Forecaster, forecast: Forecast, flags: list[str], 
 
 
 def measure_loss(forecaster: Forecaster, forecast: Forecast, seconds: float, flags: list[str]) -> float:
-    """Trains the size of a forecast for so many seconds, and validates on as many tokens as its run would. Returns the
-    seconds that it took in addition to training. A collective call."""
+    """Trains the size of a forecast for this many seconds, and validates on as many tokens as its run would. Returns
+    the seconds spent on anything but training. A collective call."""
     size, started = forecast.size, time.monotonic()
     fields = forecaster.fields_for(size, forecaster.tokens_per_second(size) * seconds)
     fields["eval_tokens"] = forecaster.fields_for(size, forecast.tokens)["eval_tokens"]
@@ -354,8 +354,8 @@ def measure_loss(forecaster: Forecaster, forecast: Forecast, seconds: float, fla
 
 
 def train_and_delete(strategy: Strategy, fields: Fields, flags: list[str]) -> list[dict]:
-    """Trains a recipe by the loop itself, in the flags' output_dir, which it deletes, and returns the lines of its
-    metrics. A collective call. Raises KeyboardInterrupt if it was stopped."""
+    """Trains a recipe with the training loop itself, in the flags' output_dir, which it then deletes, and returns the
+    lines of its metrics. A collective call. Raises KeyboardInterrupt if it was stopped."""
     processes = strategy.runtime.processes
     quiet = {"recipe": logging.WARNING, "recipe.engine.shutdown": logging.ERROR}  # it would promise a checkpoint
     config = config_of(fields, *flags, *(f"--{name}={value}" for name, value in QUIET.items()))

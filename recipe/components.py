@@ -57,8 +57,8 @@ class Components:
 
     def check_data_errors(self, step: int, saved: bool) -> None:
         """Raises UserError, on all processes, if the run stopped because one of them could not read its data. If a
-        restart may help, and the run has taken steps since its start, the error is only logged, and the run ends as one
-        that was stopped: the same command continues. A collective call."""
+        restart may help, and the run has taken steps since its start, the error is only logged, and the run ends like
+        one that was stopped: the same command continues. A collective call."""
         error = self.batches.error()
         report = error and (str(error), is_transient(error))
         reports = [r for r in self.strategy.runtime.processes.gather_objects(report) if r]
@@ -225,9 +225,9 @@ def log_if_complete(config: Config, processes: Processes, checkpoint: Checkpoint
 
 
 def _difference(config: Config, state: dict) -> str:
-    """How a complete run, with this trainer state, was trained with other hyperparameters or on other data than the
-    configuration names; empty if it was not. Compares the names of the data or, since shards may move, the shards; for
-    local text also its files, by size and checksum or time. Prepares and streams nothing."""
+    """How the hyperparameters or the data of a complete run, by its trainer state, differ from the configuration's;
+    empty if they do not. Compares the names of the data or, since shards may move, the shards; for local text also its
+    files, by size and checksum or time. Prepares and streams nothing."""
     entries = data_sets(config.data)
     saved, flat = DEFAULTS | state["config"], redacted(config.flat())
     changes = {name: f"{name} {saved[name]!r}, not {flat[name]!r}" for name in DEFAULTS if saved[name] != flat[name]}
@@ -288,7 +288,7 @@ def with_steps(config: Config, processes: Processes, *, decay_due: bool = False)
 
 def _steps_of_hours(config: Config, decay_due: bool) -> int:
     """The max_steps of a run of train_hours: UNDECIDED until the decay is due, by the clock in the newest checkpoint
-    or, since an evaluation may have followed that save, by `decay_due`. Any checkpoint after the decision has it."""
+    or, since an evaluation may have followed that save, by `decay_due`. Every checkpoint after the decision has it."""
     state, hours = newest_state(config.run), config.run.train_hours
     saved_hours, saved_steps = (state.get("config", {}).get(name, 0) for name in ("train_hours", "max_steps"))
     if hours <= saved_hours and saved_steps != UNDECIDED:  # a shorter train_hours changes nothing now
@@ -299,8 +299,8 @@ def _steps_of_hours(config: Config, decay_due: bool) -> int:
 
 
 def check_same_launch(config: Config, strategy: Strategy) -> None:
-    """Raises UserError, on all processes, if one was launched with another configuration or other code than rank 0. A
-    collective call."""
+    """Raises UserError, on all processes, if one was launched with a configuration or code that differs from rank 0's.
+    A collective call."""
     settings = {k: v for k, v in redacted(config.flat()).items() if k not in _PATH_FIELDS}
     settings["dataset_name's weights"] = [entry.count for entry in data_sets(config.data)]
     launch = strategy.runtime.method

@@ -52,9 +52,9 @@ class Evaluator:
         self._encode = cache(lambda text: tokenizer.encode([text])[0].tolist())
 
     def validate(self, model: torch.nn.Module, step: int) -> dict[str, float]:
-        """val_loss, the mean loss in nats per token over the first eval_tokens of the validation shards, the same ones
-        for any number of processes. The data sets of a mixture share eval_tokens equally, have columns of their own,
-        and are weighted by their shares in the mean. `model` is the prepared one. Raises Permanent if the loss is not
+        """val_loss, the mean loss in nats per token over the first eval_tokens of the validation shards, whatever the
+        number of processes. The data sets of a mixture share eval_tokens equally, have columns of their own, and are
+        weighted by their shares in the mean. `model` is the prepared one. Raises Permanent if the loss is not
         finite."""
         parts, length = self.data.parts, self.config.data.sequence_length
         max_windows = max(1, self.config.run.eval_tokens // length // len(parts))

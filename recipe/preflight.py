@@ -1,4 +1,4 @@
-"""Command: proves a machine in two minutes, before a long run is trusted to it. It takes train.py's flags.
+"""Command: checks a machine in two minutes, before you trust it with a long run. It takes train.py's flags.
 
     accelerate launch --config_file accelerate_configs/ddp.yaml recipe/preflight.py --config gpt2
 
@@ -163,7 +163,7 @@ class Report:
                 signal.signal(number, lambda number, _: self._exit(128 + number))
 
     def check(self, name: str, function: Callable[..., Finding | None], *arguments, limit_s: float = LIMIT_S) -> None:
-        """Prints what the function finds. Its error ends the command. A collective call."""
+        """Prints what the function finds. If it raises an error, the command ends. A collective call."""
         timer = threading.Timer(limit_s, self._end, (name, f"no result after {limit_s} s: it hangs"))
         timer.daemon = True
         timer.start()
@@ -389,7 +389,7 @@ def loss(config: Config, strategy: Strategy) -> Finding:
 
 
 def muon(config: Config, strategy: Strategy) -> Finding:
-    """Muon's orthogonalization, whose gradient nobody needs. Its five steps amplify rounding: on a CPU to 2.4e-2 in
+    """Muon's orthogonalization, whose gradient is never needed. Its five steps amplify rounding: on a CPU to 2.4e-2 in
     bf16 for matrices 384 wide, and to 4.4e-5 in fp32 for 768; over the TPU's CPU plugin to 8.3e-2 in bf16 for 64."""
     dtype = strategy.device.optimizer_options(strategy.runtime.processes)["muon"]["dtype"]
     matrices = torch.randn(2, config.model.n_embd, 4 * config.model.n_embd).to(dtype)
