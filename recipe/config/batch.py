@@ -68,7 +68,7 @@ class Due:
     sample: bool
 
     def without(self, record: dict) -> Due:
-        """What is still due, given the `record` of the step by an earlier process of the run."""
+        """What is still due, given the `record` of the step that an earlier process of the run has made."""
         has_hellaswag = any(column.startswith("hellaswag") for column in record)
         is_measured = {"eval": "val_loss" in record, "hellaswag": has_hellaswag, "sample": "sample" in record}
         return replace(self, **{name: False for name in is_measured if is_measured[name]})
@@ -77,8 +77,8 @@ class Due:
 def due_at(step: int, config: Config) -> Due:
     """What is due after `step` optimizer steps: a field of 0 is never due, "end" after the last step, N after every Nth
     and the last. Step 0 has no checkpoint and no HellaSwag score, which would be at chance. The first step is logged
-    too, so that a user soon sees that the run trains, and so is each with an evaluation, for which the clock of
-    training stops."""
+    too, so that a user soon sees that the run trains, and so is every step with an evaluation, during which the
+    training clock stops."""
     run, last = config.run, step == config.optimizer.max_steps
 
     def every(steps: int | Literal["end"]) -> bool:

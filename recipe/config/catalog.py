@@ -72,8 +72,8 @@ def _directory_of(text: str, data: DataConfig) -> str:
 
 
 def _portable_path(path: str) -> str:
-    """A path in the working directory, where data/ is, as a relative one: it names the same shards after both have
-    moved, or been mounted in a container. Any other as an absolute one. A name on the Hub stays as it is."""
+    """A path inside the working directory, which holds data/, as a relative path: it names the same shards after both
+    have moved, or been mounted in a container. Any other path as an absolute one. A name on the Hub stays as it is."""
     absolute = Path(os.path.abspath(path))
     for parent in (absolute, *absolute.parents):
         if os.path.isdir(parent) and parent.samefile("."):  # perhaps through a link, as /home often is
@@ -142,8 +142,8 @@ def _each_once(files: list[Path]) -> tuple[list[Path], list[Path]]:
 
 
 def held_out(files: list[Path], directory: Path) -> dict[Path, str]:
-    """Those files below a directory whose names are of a split beside a training split, with these names. Markdown is
-    in none: training.md and testing.md are pages."""
+    """{path: name below the directory} of the files that by this name belong to a held-out split, where others belong
+    to a training split. Markdown belongs to none: training.md and testing.md are pages."""
     names = {path: os.path.relpath(path, directory) for path in files if text_suffix(path) != ".md"}
     if not any(map(_TRAIN.search, names.values())):
         return {}
@@ -151,14 +151,14 @@ def held_out(files: list[Path], directory: Path) -> dict[Path, str]:
 
 
 def _refuse(error: OSError) -> None:
-    """A directory that cannot be read: os.walk would skip it."""
+    """Raises UserError for a directory that cannot be read, which os.walk would skip."""
     if Path(error.filename).name != "lost+found":  # of a disk
         raise UserError(f"{error.filename}: {error.strerror}; make it readable, or move it away") from None
 
 
 def _is_file(path: Path) -> bool:
-    """A file, or a broken link: git-annex and DVC leave those for data that was not fetched, and reading one raises the
-    error that names it."""
+    """Whether a path is a file or a broken link: git-annex and DVC leave those for data that was not fetched, and
+    reading one raises the error that names it."""
     return path.is_file() or not path.exists()
 
 

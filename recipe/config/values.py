@@ -96,7 +96,7 @@ def hint(name: str, fields: Fields) -> str:
 
 
 def _name_here(name: str) -> str:
-    """What the table of docs/migrating.md has for another program's name; empty if it has not that name."""
+    """What the table of docs/migrating.md has for another program's name; empty if the name is not in it."""
     with suppress(OSError):
         for row in (ROOT / "docs" / "migrating.md").read_text().splitlines():
             theirs, _, ours = row.removesuffix("|").rpartition("|")
