@@ -89,7 +89,7 @@ class Column:
             yield 0, value
 
     def separated_text(self, chunks: Iterable[str]) -> Iterator[tuple[int, str]]:
-        """Like `pieces`, of a text that is given in chunks, whose end-of-texts separate documents."""
+        """Like `pieces`, for a text that comes in chunks, and whose end-of-texts separate documents."""
         index, text = 0, ""
         for chunk in chunks:
             *documents, text = self._separator.split(text + chunk)
@@ -161,7 +161,7 @@ def tokenized(pieces: Iterable[Piece], tokenizer: GPT2Tokenizer) -> Iterator[tup
 
 
 def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    """The pieces in batches, of which none is empty and none has both first and continuing pieces."""
+    """The pieces in batches, none of them empty, and none with both first and continuing pieces."""
     batch, size = [], 0
     for piece in pieces:
         if batch and (size >= _BATCH_CHARS or piece.is_continuing != batch[0].is_continuing):
@@ -175,8 +175,8 @@ def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
 
 def in_pieces(text: str) -> Iterator[str]:
     """Cuts a text into pieces of 256 Ki to 1 Mi characters whose tokens together are those of the text. If 768 Ki
-    characters contain no blank, the cut falls between any two characters, which may add a token; so may one after
-    punctuation, where no letter or digit is before a blank, with an own tokenizer."""
+    characters contain no blank, the cut falls between any two characters, which may add a token; with a custom
+    tokenizer, so may a cut after punctuation, where no letter or digit stands before a blank."""
     start = 0
     while start < len(text):
         matches = (cut.search(text, start + PIECE, start + MAX_PIECE) for cut in _SAFE_CUTS)
@@ -305,7 +305,7 @@ class TextFiles:
                 logger.warning("data       %s: %s of %s rows have no %r", path, n_without, number, self.column.name)
 
     def _rows_in(self, batch: pa.RecordBatch, path: Path, end: int) -> Iterator[tuple[int, Content]]:
-        """Those of a batch that ends at position `end`: polars' have 100,000 rows."""
+        """Like `_pieces_in`, for a batch that ends at position `end`: polars' batches have 100,000 rows."""
         begin = self.position
         for i in range(len(batch)):  # one by one: a document may have 100 MB
             self.position = begin + (end - begin) * (i + 1) // len(batch)
@@ -370,7 +370,7 @@ def _rows_of(file: io.TextIOWrapper, column: Column, path: Path) -> Iterator[tup
 
 
 def _not_utf8(path: Path, error: UnicodeDecodeError) -> Exception:
-    """The error for a byte that is not UTF-8, with its line; `error` itself, if the file is not one of lines."""
+    """The error for a byte that is not UTF-8, with its line; `error` itself if the file does not consist of lines."""
     if text_suffix(path) in _BINARY:
         return error
     line = 1

@@ -76,7 +76,7 @@ def _prepare_missing(texts: list[DataConfig]) -> None:
 
 
 def _check_same_on_all_nodes(datasets: list[TokenDataset], processes: Processes) -> None:
-    """Raises UserError, on all processes, if one has other shards than rank 0: each node may have a disk of its own. A
+    """Raises UserError, on all processes, if one has other shards than rank 0: each node may have its own disk. A
     collective call."""
     states = [dataset.state_dict() for dataset in datasets]
     rank0_states = processes.broadcast_object(states)

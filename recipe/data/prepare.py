@@ -103,8 +103,8 @@ def must_prepare(data: DataConfig) -> bool:
 
 def directory_lock(out: Path, seconds: float | None = None) -> AbstractContextManager[object]:
     """Context: the lock of a directory of shards, already acquired: two producers would overwrite each other's
-    unfinished shards. It ends with its process. Waits for it: up to `seconds`, after which it raises UserError, or
-    without a limit."""
+    unfinished shards. The lock ends with its process. Waits for it without a limit, or up to `seconds` and then raises
+    UserError."""
     lock, other = filelock.FileLock(out / MADE_HERE), "another process is making shards in this directory"
     with suppress(filelock.Timeout):
         return lock.acquire(timeout=seconds or 0)

@@ -44,8 +44,8 @@ def open_text(data: DataConfig) -> TextFiles | HubText:
 class Producer:
     """Makes the shards of a text in the directory `dataset_name`: new ones in order, those of its manifest in any.
 
-    Held out for validation are the first `val_documents`; or a fraction `val_fraction` of local text, taken from its
-    documents if there are many, otherwise from the tokens at its end; or nothing, as of local text beside `val_data`.
+    It holds out for validation the first `val_documents`; or a fraction `val_fraction` of local text, taken from its
+    documents if there are many, otherwise from the tokens at its end; or nothing, as of local text with `val_data`.
     """
 
     manifest: Manifest  # set by `open`
@@ -272,7 +272,7 @@ class Producer:
 
     def _documents(self, split: str, position: dict) -> Iterator[tuple[int, Iterator[tuple[Piece, np.ndarray]]]]:
         """Yields the number of each document, from that of a position on, and its pieces with their tokens, after an
-        end-of-text; for training, those that equal no held-out one."""
+        end-of-text; for training, only documents that equal no held-out one."""
         is_filtered = split == "train" and (self.val_documents or self._spread)
         digests, max_bytes = self._held_out() if is_filtered else (set(), 0)
         pieces = tokenized(self._pieces_from(split, position), self.tokenizer)

@@ -184,8 +184,9 @@ class Manifest:
 
 def check_tokenizer(name: str, shards: list[Shard], tokenizer: GPT2Tokenizer) -> None:
     """Raises UserError for shards of another tokenizer: by the manifests beside them, also if `name` is a glob; or
-    without one if the largest token of a long sample is below a sixteenth of the vocabulary, as of characters, or
-    beyond the vocabulary. Warns if it could be of another vocabulary than GPT-2's, such as Llama 2's of 32,000."""
+    without one if the largest token of a long sample is below a sixteenth of the vocabulary, as where tokens are
+    characters, or beyond the vocabulary. Warns if it could be from a vocabulary other than GPT-2's, such as Llama 2's
+    of 32,000."""
     for directory, shard in {shard.path.parent: shard for shard in reversed(shards)}.items():  # its first shard
         manifest = None
         with suppress(UserError):  # files that a glob names are taken as they are, whosever manifest.json this is

@@ -242,8 +242,9 @@ def _load(name: str) -> PreTrainedTokenizerFast:
 
 
 def _without_added(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
-    """A tokenizer that adds no token to a text. A start or an end that some add, as Llama 3's and RoBERTa's do, is in
-    no document here: a prompt of transformers would begin with what the model never saw, or end before its answer."""
+    """A copy of the tokenizer that adds no token to a text. The start or end that some add, as Llama 3's and RoBERTa's
+    do, is in no document here: with it a prompt in transformers would begin with a token that the model never saw, or
+    end before its answer."""
     from transformers import PreTrainedTokenizerFast  # other classes would add them again when they are loaded
 
     backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
