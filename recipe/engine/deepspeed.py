@@ -155,8 +155,8 @@ def settings_of(batch: BatchPlan, max_grad_norm: float, precision: str) -> dict:
 class _LossScale:
     """DeepSpeed's loss scale, with the state of torch's GradScaler.
 
-    Before the scale grows for the first time, DeepSpeed takes one finite step more than torch, and later as many. So
-    its growth tracker lags torch's by one, and is -1 before the first finite step.
+    Before the scale grows for the first time, DeepSpeed takes one finite step more than torch, and afterwards as many.
+    So its growth tracker lags torch's by one, and is -1 before the first finite step.
     """
 
     def __init__(self, scaler):

@@ -1,4 +1,4 @@
-"""Device: what the rest of the recipe must know of a process's device, here or, in a dry run, elsewhere."""
+"""Device: what the rest of the recipe must know about a process's device, here or, in a dry run, elsewhere."""
 
 import re
 from collections.abc import Callable
@@ -51,7 +51,7 @@ class Device:
         return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.precision, torch.float32)
 
     def autocast(self) -> torch.autocast:
-        """Context: the run's precision, for parts of the model that are called by themselves."""
+        """Context: the run's precision, for parts of the model that are called on their own."""
         enabled = self.dtype != torch.float32
         return torch.autocast(self.type, self.dtype if enabled else torch.bfloat16, enabled=enabled)
 
@@ -67,7 +67,7 @@ class Device:
         """Makes a lazy device run the operations recorded so far."""
 
     def counters(self) -> dict[str, int | None]:
-        """Columns of metrics.jsonl: peak_memory_bytes, as hardware.peak_memory."""
+        """Columns of metrics.jsonl: peak_memory_bytes, which is hardware.peak_memory."""
         return {"peak_memory_bytes": hardware.peak_memory(self.torch_device)}
 
 

@@ -44,7 +44,7 @@ def open_strategy(precision: str = "auto", planned: str = "", *, deterministic: 
 def _planned_strategy(precision: str, devices: str) -> Strategy:
     """Describes the strategy on `devices` (as in dry_run), sharded as the launch asks. Every process of the launch does
     the dry run, and the first one prints it. Raises UserError for unknown devices, and if they lack the precision or
-    cannot train so."""
+    cannot train that way."""
     count, name = hardware.named_devices(devices)
     rank, sharding = int(os.environ.get("RANK", 0)), ""
     if wants("FSDP"):

@@ -27,7 +27,7 @@ from recipe.utils.processes import is_set_by_launcher
 
 
 class DataSheet(NamedTuple):
-    """What devices.yaml says of a GPU or a TPU device, with the peak in FLOP/s."""
+    """An entry of devices.yaml, a GPU or a TPU device, with the peak in FLOP/s."""
 
     peak: float
     memory: float

@@ -36,8 +36,8 @@ class StopSignal:
     process at once.
 
     Attributes:
-        received: whether this process has received a signal; of the class, as the next one, because an error may be
-            reported without an instance.
+        received: whether this process has received a signal. It and `stepping` are attributes of the class, because an
+            error may be reported without an instance.
         stepping: whether the first step has begun: `max_hours` never ends a run before it, because a run that is
             restarted again and again must make progress each time.
         complete: whether the run is finished and saved: from then on a signal only ends the wait for uploads.
