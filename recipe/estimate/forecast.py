@@ -29,8 +29,8 @@ Fields = dict[str, tuple[Any, str]]  # of a recipe: name -> value, reason
 
 @dataclass(frozen=True)
 class Forecast:
-    """The validation loss to expect of a size, in nats per token, after `tokens`, all that it can read; `limit` is what
-    keeps it from more: "time", "text" or "memory"."""
+    """The validation loss to expect of a size, in nats per token, after `tokens`, as many as it can read; `limit` is
+    what prevents more: "time", "text" or "memory"."""
 
     size: Size
     tokens: float
@@ -73,7 +73,8 @@ class Forecaster:
         self.losses: list[tuple[float, float]] = []
 
     def forecasts(self, seconds: float) -> list[Forecast]:
-        """After so many seconds of training, of all sizes that fit memory and text; the smallest first."""
+        """The forecasts after this many seconds of training, of all sizes that fit memory and text; the smallest
+        first."""
         in_text, forecasts = MAX_EPOCHS * self.text.tokens, []
         for size in self._sizes:
             in_time = self.tokens_per_second(size) * seconds
@@ -108,8 +109,8 @@ class Forecaster:
         return flops_per_token(model, model.n_positions)
 
     def tokens_per_second(self, size: Size) -> float:
-        """By the measured size that is nearest in FLOPs, and a power law through the two nearest; before there is one,
-        what is expected of the devices."""
+        """From the speed of the measured size that is nearest in FLOPs, by a power law through the two nearest; before
+        any is measured, what is expected of the devices."""
         flops, expected = self.flops(size), self._expected[size]
         if not self.rates:
             return (expected[0] if expected else UNKNOWN_FLOPS) / flops
@@ -118,7 +119,7 @@ class Forecaster:
         return rate * (measured / flops) ** min(1.0, max(0.0, power))
 
     def loss(self, size: Size, tokens: float) -> float:
-        """The validation loss to expect after so many tokens, in nats per token."""
+        """The validation loss to expect after this many tokens, in nats per token."""
         return max(0.0, line_through(self.losses or self._untried)(law(size, tokens, self.text.tokens)))
 
 
@@ -132,8 +133,8 @@ def memory_of(size: Size, vocab_size: int, strategy: Strategy) -> int:
 
 
 def fields_for(size: Size, text: Text, tokens: float, devices: int) -> Fields:
-    """The fields of a run of `size` on `text` for about so many `tokens`, on all `devices` of all processes, except the
-    one that sets its length."""
+    """The fields of a run of `size` on `text` for about this many `tokens`, on all `devices` of all processes, except
+    the field that sets its length."""
     model, (layers, width) = model_of(size), size
     batch = batch_tokens(tokens, model.n_positions * devices)
     steps = max(1, int(tokens / batch))

@@ -50,7 +50,7 @@ def resolve_micro_batch(config: Config, strategy: Strategy) -> tuple[Config, str
 
 
 def _largest_fast(config: Config, strategy: Strategy) -> float:
-    """Sequences in a micro-batch above which a larger one is not faster."""
+    """The number of sequences beyond which a larger micro-batch is not faster."""
     limit = MAX_SEQUENCES if strategy.device.memory is None or strategy.device.type in ("tpu", "xla") else math.inf
     if config.run.fused_loss is True or config.run.loss_chunk_size:
         return limit

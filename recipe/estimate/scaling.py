@@ -57,5 +57,5 @@ def line_through(points: list[tuple[float, float]]) -> Callable[[float], float]:
 
 
 def error_of(extrapolation: float) -> float:
-    """The relative error expected of `line_through`, so many nats (by the law) below its lowest point."""
+    """The relative error expected of `line_through`, `extrapolation` nats (by the law) below its lowest point."""
     return ERROR[0] + ERROR[1] * max(0.0, extrapolation)

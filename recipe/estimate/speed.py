@@ -67,7 +67,7 @@ def mfu_of(device: str, count: int, model: ModelConfig) -> tuple[float, float, s
 
 
 def _caveat(measured: int, count: int) -> str:
-    """What a speed that was measured on fewer devices than `count` does not contain."""
+    """A note for a speed that was measured on fewer devices than `count`; else empty."""
     return f"; on {count} communication takes more of the time" if measured < count else ""
 
 
