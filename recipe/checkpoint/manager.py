@@ -190,7 +190,7 @@ class CheckpointManager:
 
 
 def _model_files(model: GPT2LMHeadModel, tokenizer: GPT2Tokenizer) -> dict[str, bytes]:
-    """The files that transformers needs beside the weights, configuration and tokenizer, by name."""
+    """{file name: content} of what transformers needs besides the weights: the configuration and the tokenizer."""
     way_out = "free some space, or set TMPDIR to another directory"
     with writing(Path(os.environ.get("TMPDIR", "/tmp")), way_out), TemporaryDirectory() as directory:
         model.save_config(Path(directory))

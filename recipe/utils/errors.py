@@ -60,7 +60,7 @@ class ExitCode(IntEnum):
 
 
 def check_packages() -> None:
-    """Ends the process if its Python has not the packages, as one outside the environment of make has not."""
+    """Ends the process if its Python lacks the packages, as one outside make's environment does."""
     if find_spec("accelerate") is None:
         message = f"error: {sys.executable} lacks Accelerate; use .venv/bin/python, which `make train` sets up"
         print(message, file=sys.stderr)
@@ -118,7 +118,7 @@ def first_line(error: BaseException) -> str:
 
 
 def no_memory_left(error: BaseException) -> str:
-    """What PyTorch reports of a device or a CPU without memory left, empty for other errors. Where another program has
+    """What PyTorch reports when a device or a CPU has no memory left; empty for other errors. Where another program has
     taken a GPU's memory, CUDA, cuBLAS and NCCL run out of it outside PyTorch's allocator, with errors of their own;
     Inductor wraps those of its trials."""
     pattern = r"can't allocate memory: .*? bytes|^.*(out of memory|CUBLAS_STATUS_ALLOC_FAILED).*?(?=\. GPU|$)"

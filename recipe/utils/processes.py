@@ -118,7 +118,7 @@ def is_launched() -> bool:
 
 def is_set_by_launcher(variable: str, option: str | None = None) -> bool:
     """Whether an environment variable comes from the launcher, which was started without it and without its `option`.
-    If the system does not show the launcher's environment, it is assumed to."""
+    If the system does not show the launcher's environment, the variable is assumed to come from it."""
     if variable not in os.environ or not is_launched():
         return False
     try:
@@ -129,11 +129,12 @@ def is_set_by_launcher(variable: str, option: str | None = None) -> bool:
 
 
 def exit_process(code: int) -> NoReturn:
-    """Ends this process as `sys.exit` does, but one of several without the end of Python's interpreter: up to Python
-    3.13, that aborts a process (exit code -6) in which a thread of Gloo, having finished the last collective call, has
-    yet to release its tensors. DeepSpeed and others keep the groups, so destroying them does not wait for the threads.
+    """Ends this process as `sys.exit` does, but if it is one of several, without finalizing Python's interpreter: up to
+    Python 3.13 that aborts a process (exit code -6) in which a thread of Gloo, having finished the last collective
+    call, has yet to release its tensors. DeepSpeed and others keep the groups, so destroying them does not wait for the
+    threads.
 
-    A signal to stop during the interpreter's end, which can take a second, would replace the exit code.
+    A signal to stop while the interpreter is finalized, which can take a second, would replace the exit code.
     """
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
