@@ -59,11 +59,11 @@ def main(argv: list[str]) -> int:
 
 
 def profiled(sizes: dict, flags: list[str], peer_kind: str, seconds: float) -> dict:
-    """Takes steps for so many seconds, then profiles some. Raises UserError if the run fails.
+    """Takes steps for this many seconds, then profiles some. Raises UserError if the run fails.
 
     Returns `kernels`, (name, launches, milliseconds) of each in a step, the slowest first; `step_ms`, a step's time
-    before they are profiled, and `profiled_step_ms` meanwhile; and `smi`, what nvidia-smi says amid the former, since a
-    device may lower its clock under load.
+    before they are profiled, and `profiled_step_ms` meanwhile; and `smi`, what nvidia-smi reports during the former,
+    since a device may lower its clock under load.
     """
     on_cpu = device().type == "cpu"
     activity = ProfilerActivity.CPU if on_cpu else ProfilerActivity.CUDA

@@ -73,8 +73,8 @@ def fit(runs_by_text: list[list[dict]]) -> float:
 
 
 def forecast_errors(runs: list[dict]) -> list[tuple[float, bool]]:
-    """Of each loss as recipe/best.py forecasts it from two higher ones that differ enough: the relative error, and
-    whether it is within the stated one."""
+    """For each loss, as recipe/best.py forecasts it from two higher ones that differ enough: the relative error, and
+    whether that is within the stated one."""
     points = [(law(tuple(run["size"]), run["tokens"], run["unique"]), run["loss"]) for run in runs]
     errors = []
     for highest, middle, (value, loss) in itertools.combinations(sorted(points, reverse=True), 3):
@@ -85,8 +85,8 @@ def forecast_errors(runs: list[dict]) -> list[tuple[float, bool]]:
 
 
 def held_out(runs_by_text: list[list[dict]]) -> dict[str, dict]:
-    """By the law fitted to all other texts: its a, and of each text how many forecasts there are, how many are within
-    the stated error, and the worst relative error. Changes the law's constants."""
+    """For each text, by the law fitted to all other texts: the law's a, how many forecasts there are, how many are
+    within the stated error, and the worst relative error. Changes the law's constants."""
     results = {}
     for number, runs in enumerate(runs_by_text):
         fit(runs_by_text[:number] + runs_by_text[number + 1 :])

@@ -55,8 +55,8 @@ class Loaded:
         return getattr(self.model.config, "max_position_embeddings", None) or DEFAULT_POSITIONS
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of text, as in training: no special tokens added, those in the text recognized, but a literal
-        end-of-text is read as text (and with it the others of that text)."""
+        """Token ids of text, as in training: no special tokens added, those in the text recognized; but a literal
+        end-of-text is read as text, and so are all special tokens of a text that has one."""
         has_end = bool(self.tokenizer.eos_token) and self.tokenizer.eos_token in text
         return self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=has_end, verbose=False)
 
@@ -348,7 +348,8 @@ def same_model(path: Path, recorded: dict, name: str, weights: str | None) -> bo
 
 
 def own_results(checkpoint: Path) -> dict:
-    """The results in a checkpoint that are of its own weights. Prints a note about others. Raises UserError."""
+    """The results in a checkpoint that were measured on its own weights. Prints a note about others. Raises
+    UserError."""
     path = checkpoint / "results.json"
     if not (results := read_results(path)):
         return {}

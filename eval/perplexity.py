@@ -36,9 +36,9 @@ def read_manifest(data: str) -> dict:
 
 
 def val_shards(data: str) -> dict[Path, str]:
-    """The validation shards in the trainer's order, each with its SHA-256. `data` is a glob of shards, or a
-    directory: the files of its manifest, or else those with "val" in their name. Raises UserError if there are none, or
-    if one is not that of the manifest."""
+    """The validation shards in the trainer's order, each with its SHA-256. `data` is a glob of shards, or a directory:
+    the files of its manifest, or else those with "val" in their name. Raises UserError if there are none, or if one is
+    not the shard that the manifest describes."""
     recorded = {}
     if os.path.isdir(data):
         with common.reading(Path(data) / "manifest.json", "name other shards with --data"):

@@ -18,7 +18,7 @@ from recipe.utils.redaction import redact
 
 
 class _Streamer(TextStreamer):
-    """Prints all tokens but end-of-text: others that are special, as <|user|>, are part of an own tokenizer's text."""
+    """Prints all tokens but end-of-text: others that are special, such as <|user|>, are text for a custom tokenizer."""
 
     def put(self, value: torch.Tensor) -> None:
         super().put(value[value != self.tokenizer.eos_token_id])

@@ -21,14 +21,14 @@ def score(dataset: dict, metric: tuple[str, str], value: float, method: str, **f
 
 def text_dataset(name: str, digest: str = "") -> dict:
     """The data set of a score on local text or shards; `name` has no directories, which are private, so a `digest` of
-    the files tells it from another text of that name."""
+    the files distinguishes it from another text of that name."""
     # The name is also the config, since huggingface_hub groups scores by everything but the data set's name.
     config = f"{name}, SHA-256 {digest}" if digest else name
     return {"dataset_type": "text", "dataset_name": name, "dataset_config": config}
 
 
 def hellaswag_scores(accuracies: dict[str, float | None], rows: int, method: str, when: str = "") -> list[dict]:
-    """The scores on so many rows, from those of ACCURACIES that were measured."""
+    """The scores on this many rows, from those of ACCURACIES that were measured."""
     complete = rows >= HELLASWAG_ROWS
     count = f"{rows:,} rows" if complete else f"{rows:,} of {HELLASWAG_ROWS:,} rows"
     scores = []
