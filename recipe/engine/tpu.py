@@ -80,13 +80,12 @@ class TpuStrategy(Strategy):
 
     def place(self, model: GPT2LMHeadModel, *, compile: str) -> None:
         """As Strategy's. A graph compiled by torch_tpu 0.2 takes contiguous inputs only; the loop's are not."""
-        if compile != "regional":
-            model.to(self.device.torch_device)
-            forward = torch.compile(model.forward, dynamic=False) if compile else model.forward
-            contiguous = lambda *inputs: forward(*(rows.contiguous() for rows in inputs))  # noqa: E731
-            setattr(model, "forward", contiguous)  # noqa: B010
-        else:
-            super().place(model, compile=compile)
+        if compile == "regional":
+            return super().place(model, compile=compile)
+        model.to(self.device.torch_device)
+        forward = torch.compile(model.forward, dynamic=False) if compile else model.forward
+        contiguous = lambda *inputs: forward(*(rows.contiguous() for rows in inputs))  # noqa: E731
+        setattr(model, "forward", contiguous)  # noqa: B010
 
     def _wrap(self, model: nn.Module, optimizer: Optimizer, batch: BatchPlan):
         model.forward = self.device.autocast()(model.forward)
