@@ -177,7 +177,7 @@ def load(args: argparse.Namespace, variable: str = "MODEL") -> Loaded:
     problem, way_out = "", "Check the directory, or name another checkpoint"
     if directory is None:
         print(f"{redact(name)} is not a local directory: looking for it on the Hub", flush=True)
-        problem, way_out = hub_problem(), f"Name a model on the Hub, or a directory: {variable}=runs/NAME"
+        problem, way_out = go_offline_if_unreachable(), f"Name a model on the Hub, or a directory: {variable}=runs/NAME"
     try:
         model, tokenizer, loading_info = _read(name, directory, dtype)
     except Exception as error:  # the libraries raise many types for a broken directory or a missing model
@@ -261,9 +261,9 @@ def _is_causal(model: Any) -> bool:
     return torch.allclose(first, second, rtol=1e-3, atol=1e-3 * float(first.abs().max()))
 
 
-def hub_problem() -> str:
-    """Why the Hub cannot be reached; empty if it answers within HUB_TIMEOUT_S. If it does not, this sets the libraries
-    to offline mode: cached files load, and the rest fails at once instead of after a minute of silent retries."""
+def go_offline_if_unreachable() -> str:
+    """Sets the libraries to offline mode if the Hub does not answer in HUB_TIMEOUT_S: cached files load, and the rest
+    fails at once, not after a minute of silent retries. Returns why there is no Hub, or "" if there is."""
     import datasets.config
 
     if not huggingface_hub.constants.HF_HUB_OFFLINE:

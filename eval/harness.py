@@ -31,7 +31,7 @@ def evaluate(
     manager = TaskManager(include_path=include)
     if unknown_tasks := [task for task in tasks if task not in manager.all_tasks]:
         raise common.UserError(f"--tasks {','.join(unknown_tasks)}: lm-eval has no such task (`lm-eval ls tasks`)")
-    common.hub_problem()  # without a network, sets offline mode, so that cached data load at once
+    common.go_offline_if_unreachable()  # so that cached data load at once
     model, tokenizer = loaded.model, loaded.tokenizer
     lm = HFLM(model, tokenizer=tokenizer, batch_size=batch_size, softmax_dtype="float32", trust_remote_code=False)
     # Bootstrap resamples are for metrics whose error has no closed form; the default of 100,000 takes minutes.
