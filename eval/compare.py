@@ -14,8 +14,8 @@ from eval.scores import comparison_row
 from recipe.utils.redaction import redact
 
 GPT2 = "openai-community/gpt2"
-BLOCKS = 20  # of consecutive windows, which are alike, whose means are all but independent
-T_95 = 2.093  # Student's t for 95 %, with a degree of freedom less than there are blocks
+BLOCKS = 20  # of consecutive windows; the means of blocks are all but independent, unlike neighboring windows
+T_95 = 2.093  # Student's t for 95 %, with one degree of freedom fewer than there are blocks
 
 
 def compare_means(metric: str, values: np.ndarray, other_values: np.ndarray) -> dict:

@@ -20,7 +20,7 @@ REFERENCES = Path(__file__).resolve().parent / "references"
 # Settings within 5 % of each other count as equal: 19,073 and 19,560 steps differ by less than the noise.
 REL_TOL = 0.05
 PLACES = {"run_name", "output_dir", "dataset_name", "train_text"}  # fields that name files, not what they hold
-# Settings that change the loss and that a reference may not name: then it has these, as all recipes by default.
+# Settings that change the loss, but that a reference may omit: then it has these, the defaults of all recipes.
 UNNAMED = {"matrix_learning_rate": 0.0, "adam_beta1": 0.9, "adam_beta2": 0.95, "max_grad_norm": 1.0}
 # Texts with a published loss, by Hub repository or a file's SHA-256. The repositories are those of
 # recipe/config/fields.py, and tokenized copies from KellerJordan/modded-nanogpt (data/cached_*.py) and llm.c.

@@ -20,7 +20,7 @@ SAMPLE_BYTES = 1 << 24  # of text, to train a tokenizer on
 MEASURED_CHARACTERS = 1_000_000  # of the sample, on which bytes per token are measured
 ENGLISH = 4.4  # bytes per token of GPT-2's tokenizer
 READ_RATE = 0.02 * 50e6  # bytes to read for each second of the run, at 50 MB/s: a fiftieth of its time
-MIN_TOKENS, VAL_TOKENS = 20_000, 60_000  # least in a text; aim for its validation part, at most a tenth
+MIN_TOKENS, VAL_TOKENS = 20_000, 60_000  # the fewest in a text; how many to validate on, at most a tenth of it
 
 
 @dataclass(frozen=True)
