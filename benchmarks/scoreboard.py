@@ -27,7 +27,6 @@ from eval.published import SIZES, SLOWER, SPEED_SOURCES, SPEEDS, Speed
 from recipe.config import ModelConfig, parse_config
 from recipe.engine import hardware
 from recipe.estimate.memory import flops_per_token
-from recipe.estimate.speed import cpu_flops
 from recipe.utils.errors import ArgumentParser
 from recipe.utils.units import si
 
