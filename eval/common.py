@@ -32,7 +32,7 @@ from recipe.utils.errors import (
     reading,
 )
 from recipe.utils.files import replace_file
-from recipe.utils.log import escape_output
+from recipe.utils.log import end_if_unread, escape_output
 from recipe.utils.redaction import redact
 from recipe.utils.schema import check
 from recipe.utils.units import plural
@@ -124,9 +124,11 @@ def run_main(main: Callable[[], None]) -> None:
     escape_output()
     try:
         main()
+        print(end="", flush=True)
     except KeyboardInterrupt:
         sys.exit(ExitCode.INTERRUPTED)
     except (UserError, OSError) as error:
+        end_if_unread(error)
         print(redact(f"error: {in_words(error)}"), file=sys.stderr)
         sys.exit(2)
     except RuntimeError as error:

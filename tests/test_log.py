@@ -46,6 +46,15 @@ def test_an_error_that_cannot_be_printed_keeps_the_exit_code(program, redirectio
     assert result.returncode == 2
 
 
+COMMAND = "from eval.common import run_main; run_main(lambda: print('text\\n' * 10**5, flush=True))"
+
+
+def test_a_command_ends_silently_when_its_reader_does():
+    script = f"{shlex.quote(sys.executable)} -c {shlex.quote(COMMAND)} | head -1"
+    result = subprocess.run(["bash", "-c", script], cwd=ROOT, env=environment(), capture_output=True, timeout=60)
+    assert (result.stdout, result.stderr) == (b"text\n", b"")
+
+
 def test_a_message_keeps_what_the_terminal_cannot_show_as_escapes(monkeypatch):
     screen = io.TextIOWrapper(written := io.BytesIO(), encoding="latin-1")
     monkeypatch.setattr("sys.stdout", screen)

@@ -15,7 +15,7 @@ from accelerate.utils import DistributedType, is_torch_xla_available, parse_flag
 
 from recipe.engine.shutdown import StopSignal
 from recipe.utils.errors import ExitCode, Permanent, UserError, first_line, in_words, is_transient, no_memory_left
-from recipe.utils.log import print_error
+from recipe.utils.log import end_if_unread, print_error
 from recipe.utils.processes import is_set_by_launcher
 from recipe.utils.redaction import redact
 from recipe.utils.units import plural
@@ -106,6 +106,7 @@ def fail(error: Exception) -> int:
     The launcher ends all processes as soon as one has ended, so none may end before the error is printed: those that do
     not print wait for the launcher. If it does not end such a process, only that one has the error, and prints it.
     """
+    end_if_unread(error)
     if reason := no_memory_left(error):
         way_out = "lower --micro_batch_size (the line `batch` has it), or see what helps in docs/memory.md"
         if "can't allocate" not in reason:  # a GPU's

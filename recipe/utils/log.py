@@ -6,6 +6,8 @@ INFO and WARNING go to standard output; the error that ends a program goes to st
 import io
 import logging
 import os
+import select
+import signal
 import sys
 
 from tqdm import tqdm
@@ -36,6 +38,16 @@ def print_error(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
     except (OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+
+
+def end_if_unread(error: BaseException) -> None:
+    """Ends this process silently, as `cat` ends, if `error` says that the reader of its output (`| head`) is gone."""
+    poll = select.poll()
+    poll.register(1, select.POLLOUT)
+    is_unread = any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))  # Linux, macOS
+    if isinstance(error, BrokenPipeError) and is_unread:  # else it was another pipe
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGPIPE)
 
 
 def escape_output() -> None:
