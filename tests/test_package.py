@@ -1,10 +1,13 @@
 """An installation without the clone has every file that the code reads."""
 
+import shutil
 import subprocess
 import sys
 import zipfile
 
-from tests.conftest import ROOT
+import pytest
+
+from tests.conftest import ROOT, environment
 
 
 def test_a_wheel_has_every_file_of_the_packages(tmp_path):
@@ -19,3 +22,12 @@ def test_a_wheel_has_every_file_of_the_packages(tmp_path):
     (wheel,) = tmp_path.glob("*.whl")
     missing = names - set(zipfile.ZipFile(wheel).namelist())
     assert {name for name in missing if not name.startswith("recipe/notebooks/")} == set()
+
+
+@pytest.mark.skipif(not shutil.which("uv"), reason="needs uv")
+def test_uv_runs_in_the_environment_as_it_is(tmp_path):
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", ".venv"], cwd=tmp_path, check=True)
+    line = ("uv", "run", "--offline", "python", "-c", "import sys; print(sys.prefix)")
+    result = subprocess.run(line, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=60)
+    assert (result.stdout, result.stderr) == (f"{tmp_path}/.venv\n", "")
