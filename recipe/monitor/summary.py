@@ -30,6 +30,7 @@ from recipe.utils.checkpoints import val_losses
 from recipe.utils.errors import ExitCode
 from recipe.utils.files import nearest_directory
 from recipe.utils.machine import usable_cores, usable_memory
+from recipe.utils.redaction import home_as_tilde
 from recipe.utils.units import duration, gb, plural, si
 
 logger = logging.getLogger(__name__)
@@ -250,7 +251,10 @@ def outcome(config: Config, metrics: Metrics, val_loss: float) -> Iterator[str]:
     rate = tokens / max(metrics.seconds, 1e-9)
     yield f"took       {duration(metrics.seconds)} of training, {rate:,.0f} tokens/s{pauses}"
     yield "next       load it, continue a text, see the curves, or make a directory to share:"
-    yield f"  transformers.AutoModelForCausalLM.from_pretrained({str(checkpoint_path(run_dir, steps))!r})"
+    path = str(checkpoint_path(run_dir, steps))
+    if home_as_tilde(path) != path:  # as it would be printed, and Python does not expand ~
+        path = os.path.relpath(path)
+    yield f"  transformers.AutoModelForCausalLM.from_pretrained({path!r})"
     yield from (f"  {_command(target, run_dir)}" for target in ("sample", "report", "export"))
 
 

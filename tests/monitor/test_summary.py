@@ -19,6 +19,7 @@ from recipe.estimate.memory import HEADROOM, flops_per_token, step_memory
 from recipe.model.gpt2 import GPT2LMHeadModel
 from recipe.monitor import summary
 from recipe.utils.errors import UserError
+from recipe.utils.redaction import redact
 from tests.conftest import ROOT
 from tests.engine import cpu_strategy
 
@@ -255,6 +256,10 @@ def test_the_closing_panel(whole_run, monkeypatch, tmp_path):
     monkeypatch.setattr(summary, "ROOT", tmp_path)  # as where a wheel is installed, without a Makefile
     report = shlex.split(list(summary.outcome(config, metrics, 3.2))[-2])
     assert report == ["python", "-m", "eval.report", "a run"]
+    monkeypatch.setenv("HOME", str(tmp_path))
+    at_home = parse_config(["--config=gpt2", "--max_steps=19073", f"--output_dir={tmp_path}/b"])
+    load_line = redact(list(summary.outcome(at_home, metrics, 3.2))[-4])
+    assert load_line == "  transformers.AutoModelForCausalLM.from_pretrained('b/step_00019073')"
     run, _, output = whole_run
     assert output.splitlines()[-4:] == [
         f"  transformers.AutoModelForCausalLM.from_pretrained('{run}/step_00000020')",
