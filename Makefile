@@ -224,7 +224,7 @@ format: .venv/installed-dev ## fix style and format
 	.venv/bin/ruff format .
 
 clean: ## delete environments and caches; data/ and runs/ stay
-	rm -rf .venv .venv-tpu .venv-xla .pytest_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf .venv .venv-tpu .venv-xla .pytest_cache .ruff_cache .hypothesis build *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 	@echo "kept data/ and runs/; delete them by hand"
 
