@@ -155,11 +155,11 @@ def test_documented_training_commands_pass_a_dry_run(clone, commands):
 
 
 @pytest.mark.slow
-def test_nanogpts_first_example_trains_on_characters(clone, commands):
+def test_nanogpts_first_example_trains_on_characters(clone, commands, tmp_path):
     """2,000 steps end at a loss of 1.59 or 1.60 (docs/migrating.md), an eighth of them at 2.04."""
     (words,) = (words[1:] for words in commands if "own-tokenizer" in words)
-    ok(programs.run(*words, "--max_steps=250", "--precision=fp32", cwd=clone))
-    last = read_metrics(clone / "runs/characters/metrics.jsonl")[-1]
+    ok(programs.run(*words, "--max_steps=250", "--precision=fp32", f"--output_dir={tmp_path}", cwd=clone))
+    last = read_metrics(tmp_path / "metrics.jsonl")[-1]
     assert last["tokens"] == 250 * 768
     assert last["val_loss"] == pytest.approx(2.04, abs=0.04)
 

@@ -130,8 +130,10 @@ def _break_machine(places: list[str]) -> None:
 def _patch_model() -> None:
     import torch
 
+    from recipe.estimate import speed
     from recipe.model import gpt2
 
+    speed.cpu_flops = lambda precision, model: 1e11  # it runs a model for half a second, and its passes do not count
     forward, transform, backward = gpt2.GPT2LMHeadModel.forward, gpt2.Transformer.forward, torch.autograd.backward
     has_hook = False
 
