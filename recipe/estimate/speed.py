@@ -19,7 +19,7 @@ from recipe.utils.units import si
 ASSUMED_MFU = 0.4  # where nothing was published or measured
 # Our measurement where nothing was published: gpt2, 64 sequences a step (docs/results/h200.json).
 MEASURED_MFU = {"H200": 0.49}
-PROBE_TOKENS, PROBE_WIDTH = 256, 384  # of the passes that are timed on a CPU; wider layers are about as fast
+PROBE_TOKENS, PROBE_WIDTH = 256, 384  # of the passes timed on a CPU, to take a second; wider ones are faster
 MIN_STEP_S = 0.01  # of a step on an H200, however small the model (docs/log.md); assumed of all but CPUs
 
 
