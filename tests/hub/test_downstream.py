@@ -169,6 +169,24 @@ def test_peft_trains_an_adapter_and_merges_it(random_model, enter_directory):
 
 
 @pytest.mark.slow
+@needs("transformer_lens")
+def test_transformer_lens_computes_the_same_logits_and_shows_attention(random_model, enter_directory):
+    enter_directory(random_model)
+    names = {}
+    exec(code("Look inside with TransformerLens", "python"), names)
+    model = AutoModelForCausalLM.from_pretrained(random_model)
+    text = "<|endoftext|>ROMEO: what light"  # as TransformerLens puts it
+    ids = AutoTokenizer.from_pretrained(random_model)(text, return_tensors="pt").input_ids
+    with torch.no_grad():
+        expected = model(ids).logits
+    assert expected.std() > 0.1
+    torch.testing.assert_close(names["logits"], expected, rtol=1e-5, atol=1e-4)
+    pattern = names["cache"]["pattern", -1]
+    assert pattern.shape == (1, model.config.n_head, ids.shape[1], ids.shape[1])
+    torch.testing.assert_close(pattern.sum(-1), torch.ones_like(pattern[..., 0]))
+
+
+@pytest.mark.slow
 @needs("onnx", "onnxscript", "onnxruntime", "transformers.exporters")
 def test_onnx_runtime_computes_the_same_logits(random_model, enter_directory):
     enter_directory(random_model)
@@ -229,6 +247,16 @@ def test_llama_cpp_generates_the_same(random_model, enter_directory):
     names = {}
     exec(code("GGUF for llama.cpp", "python"), names)
     assert names["answer"]["choices"][0]["text"] == continuation(random_model, 30)
+
+
+@pytest.mark.slow
+@needs("mlx", "mlx_lm")
+def test_mlx_generates_the_same(random_model, enter_directory):
+    directory, names = enter_directory(random_model), {}
+    exec(code("MLX, on a Mac", "python"), names)
+    expected = continuation(random_model, 30)
+    assert names["text"] == expected.lstrip(" ")  # mlx-lm strips the first blank
+    assert continuation(directory / "my-mlx", 30) == expected
 
 
 def test_each_section_with_code_is_run():
