@@ -75,6 +75,7 @@ def local_device(device: torch.device, precision: str, local_world_size: int) ->
     """This process's device, one of `local_world_size` on its node, set up to train in the (resolved) precision."""
     torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")
     if device.type == "cuda":
+        hardware.check_allocator(device)
         name, idle = torch.cuda.get_device_name(device), torch.cuda.device_count() - local_world_size
         return Device(
             "cuda",

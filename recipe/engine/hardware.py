@@ -12,6 +12,7 @@ import statistics
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
@@ -93,6 +94,18 @@ def set_up_allocator() -> None:
     in_wsl = "microsoft" in platform.release().lower()
     if torch.version.cuda and not in_wsl and not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+
+
+def check_allocator(device: torch.device) -> None:
+    """Keeps segments of fixed size where a CUDA device cannot map memory, as Nvidia's vGPUs (openxla/xla #49252) and
+    some Jetsons (unsloth #1446) cannot; its first allocation then fails."""
+    try:
+        torch.empty(1, device=device)
+    except RuntimeError as error:
+        if "CUDA driver error" not in str(error):
+            raise
+        warnings.filterwarnings("ignore", "torch.cuda._set_allocator_settings", FutureWarning)
+        torch.cuda.memory._set_allocator_settings("expandable_segments:False")  # ty: ignore[deprecated]
 
 
 def use_deterministic_algorithms() -> None:

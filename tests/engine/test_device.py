@@ -1,7 +1,9 @@
 """What the engine chooses for the hardware, which is faked."""
 
 import os
+from contextlib import nullcontext
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -229,3 +231,17 @@ def test_the_allocators_segments_grow_except_under_wsl(monkeypatch, release, set
         monkeypatch.delenv(name, raising=False)
     hardware.set_up_allocator()
     assert os.environ.pop("PYTORCH_ALLOC_CONF", None) == setting
+
+
+@pytest.mark.parametrize(
+    ("error", "settings"),
+    [("CUDA driver error: operation not supported", ["expandable_segments:False"]), ("CUDA error: an illegal", None)],
+)
+def test_segments_do_not_grow_on_a_gpu_that_cannot_map_memory(monkeypatch, error, settings):
+    """As on a vGPU, whose first allocation would end the run."""
+    set_settings = []
+    monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", set_settings.append)
+    monkeypatch.setattr(torch, "empty", Mock(side_effect=RuntimeError(error)))
+    with nullcontext() if settings else pytest.raises(RuntimeError, match=error):
+        hardware.check_allocator(torch.device("cuda"))
+    assert set_settings == (settings or [])
