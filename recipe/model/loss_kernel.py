@@ -73,10 +73,12 @@ def cross_entropy_(logits: torch.Tensor, targets: torch.Tensor, vocab_size: int,
     # A multiprocessor has room for 2,048 threads on an A100, H100 or later, for 1,536 or 1,024 on others. The rows that
     # are in progress on all of them should stay in the L2 cache for the second reading: with 512 threads a row, four
     # rows a multiprocessor, an H200 read them from memory again.
-    threads = 512
-    if logits.is_cuda and torch.cuda.get_device_properties(logits.device).max_threads_per_multi_processor == 2048:
-        threads = 1024
-    options = {"THREADS": threads, "WRITE_GRAD": need_grad, "num_warps": threads // 32}
+    threads, warp = 512, 32
+    if logits.is_cuda:
+        properties = torch.cuda.get_device_properties(logits.device)
+        threads = 1024 if properties.max_threads_per_multi_processor == 2048 else 512
+        warp = properties.warp_size  # 64 on AMD's Instinct, where 32 warps would be more threads than it launches
+    options = {"THREADS": threads, "WRITE_GRAD": need_grad, "num_warps": threads // warp}
     kernel: Any = _cross_entropy[(len(logits),)]  # a type checker would ask for constexprs
     kernel(logits, targets, losses, vocab_size, logits.shape[1], **options)
     return losses

@@ -2,6 +2,8 @@
 
 import json
 from importlib.util import find_spec
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -58,3 +60,18 @@ def test_the_fused_loss_is_exact():
     results = interpreted("-m", "tests.model.loss_probe", json.dumps([case for _, case in cases]))
     for (tolerance, case), errors in zip(cases, results, strict=True):
         assert max(errors) < tolerance, case
+
+
+@pytest.mark.skipif(not find_spec("triton"), reason="needs Triton, which PyTorch's builds for CPUs come without")
+@pytest.mark.parametrize(("room", "warp"), [(2048, 32), (1536, 32), (2048, 64)])  # the last as an MI300X
+def test_the_kernel_starts_no_more_threads_than_a_gpu_allows(monkeypatch, room, warp):
+    from recipe.model import loss_kernel
+
+    properties = SimpleNamespace(max_threads_per_multi_processor=room, warp_size=warp)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    monkeypatch.setattr(loss_kernel, "_cross_entropy", kernel := MagicMock())
+    logits = MagicMock(is_cuda=True, device="cpu", shape=(2, 8))
+    logits.__len__.return_value = 2
+    loss_kernel.cross_entropy_(logits, torch.zeros(2), 8, True)
+    options = kernel.__getitem__.return_value.call_args.kwargs
+    assert options["num_warps"] * warp == options["THREADS"] <= 1024
