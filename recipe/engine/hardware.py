@@ -163,9 +163,9 @@ def resolve_precision(precision: str, *, cpu: bool) -> str:
     if torch.cuda.is_available() and not cpu:  # is_bf16_supported() counts emulation
         bf16 = torch.cuda.get_device_capability() >= (8, 0)
         return supported_precision(precision, torch.cuda.get_device_name(), gpu=True, bf16=bf16)
-    # MPS stays in fp32 until its autocast has been tested here.
-    mps = torch.backends.mps.is_available() and not cpu
-    return supported_precision(precision, "MPS" if mps else "a CPU", gpu=False, bf16=not mps and cpu_has_bf16())
+    # MPS and Intel's XPU stay in fp32 until their autocast has been tested here.
+    other = "" if cpu else "MPS" if torch.backends.mps.is_available() else "XPU" if torch.xpu.is_available() else ""
+    return supported_precision(precision, other or "a CPU", gpu=False, bf16=not other and cpu_has_bf16())
 
 
 def supported_precision(precision: str, name: str, *, gpu: bool, bf16: bool) -> str:

@@ -19,11 +19,12 @@ from tests.engine import cpu_strategy
 
 @pytest.fixture
 def machine(monkeypatch):
-    def pretend(capability=None, mps=False, cpu_bf16=False):
+    def pretend(capability=None, mps=False, xpu=False, cpu_bf16=False):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "Tesla T4")
         monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)
+        monkeypatch.setattr(torch.xpu, "is_available", lambda: xpu)
         monkeypatch.setattr(hardware, "cpu_has_bf16", lambda: cpu_bf16)
 
     return pretend
@@ -40,6 +41,8 @@ def machine(monkeypatch):
         ({"cpu_bf16": True}, False, "bf16"),
         ({}, False, "fp32"),
         ({"mps": True, "cpu_bf16": True}, False, "fp32"),
+        ({"xpu": True, "cpu_bf16": True}, False, "fp32"),
+        ({"xpu": True, "cpu_bf16": True}, True, "bf16"),
     ],
 )
 def test_auto_is_the_fastest_precision_that_the_device_computes_natively(machine, devices, cpu, precision):
@@ -61,6 +64,7 @@ def test_fp32_is_not_rounded_to_tf32(monkeypatch):
     [
         ({"capability": (7, 5)}, "bf16", "precision bf16 is not supported on Tesla T4; use auto, fp16 or fp32"),
         ({}, "fp16", "precision fp16 is not supported on a CPU; use auto, fp32 or bf16"),
+        ({"xpu": True}, "fp16", "precision fp16 is not supported on XPU; use auto, fp32 or bf16"),
     ],
 )
 def test_a_precision_that_the_device_lacks_is_refused(machine, devices, precision, message):
