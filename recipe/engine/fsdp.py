@@ -54,7 +54,7 @@ class FsdpStrategy(Strategy):
     def place(self, model: GPT2LMHeadModel, *, compile: str) -> None:
         """As Strategy's, and shards the model, in place. Blocks are compiled one by one whatever the mode, because
         weights are gathered between them. A collective call."""
-        if compile:
+        if compile and not self.runtime.no_compile:
             for block in model.transformer.h:
                 hardware.compile_in_place(block, compile)
         policy = MixedPrecisionPolicy(

@@ -69,6 +69,8 @@ class Strategy:
         runtime = Runtime(processes_of(accelerator, START_TIMEOUT), cls._sharding)
         set_timeouts()
         device = local_device(accelerator.device, precision, runtime.processes.local_world_size)
+        if device.type == "cuda" and torch.cuda.get_device_capability(device.torch_device) < (7, 0):
+            runtime.no_compile = f"Triton does not support {device.name}"
         return cls(device, runtime, accelerator)
 
     def __str__(self) -> str:

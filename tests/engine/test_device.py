@@ -12,6 +12,7 @@ from huggingface_hub import JobHardware
 
 from recipe.engine import hardware
 from recipe.engine.device import local_device
+from recipe.engine.strategy import Strategy
 from recipe.utils.errors import UserError
 from recipe.utils.processes import Processes
 from tests.engine import cpu_strategy
@@ -249,3 +250,16 @@ def test_segments_do_not_grow_on_a_gpu_that_cannot_map_memory(monkeypatch, error
     with nullcontext() if settings else pytest.raises(RuntimeError, match=error):
         hardware.check_allocator(torch.device("cuda"))
     assert set_settings == (settings or [])
+
+
+@pytest.mark.parametrize(("capability", "reason"), [((6, 0), "Triton does not support Tesla T4"), ((7, 0), "")])
+def test_a_gpu_older_than_triton_supports_trains_uncompiled(monkeypatch, machine, capability, reason):
+    """Inductor would end the run with a traceback."""
+    machine(capability=capability)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=16e9))
+    monkeypatch.setattr(hardware, "check_allocator", lambda device: None)
+    accelerator = SimpleNamespace(device=torch.device("cuda"), process_index=0, num_processes=1)
+    monkeypatch.setattr("recipe.engine.strategy.start_accelerator", lambda *_: accelerator)
+    assert Strategy.open("auto").runtime.no_compile == reason
