@@ -74,6 +74,17 @@ def has_tpu() -> bool:
     return bool(os.environ.get("TPU_ACCELERATOR_TYPE")) or any(device_files) or any(map(tpu_id.search, pci_devices))
 
 
+def unused_gpu() -> str:
+    """The vendor of a GPU of this node that this PyTorch cannot use, unless the launch asks for the CPU; else empty."""
+    if torch.cuda.is_available() or wants("CPU") or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1", "tpu"):
+        return ""
+    if any(Path("/dev").glob("nvidia[0-9]*")):
+        return "Nvidia"
+    # By AMD's driver, which runs the small GPUs of processors too.
+    memory = (int(path.read_text()) for path in Path("/sys/class/drm").glob("card*/device/mem_info_vram_total"))
+    return "AMD" if any(size > 4e9 for size in memory) else ""
+
+
 def has_torch_tpu() -> bool:
     """Whether torch_tpu has a TPU, which is then PyTorch's accelerator."""
     accelerator = torch.accelerator.current_accelerator()
@@ -158,9 +169,7 @@ def check_launch() -> None:
             f"installed: {', '.join(packages) or 'neither torch_xla nor torch_tpu'}. "
             f"On a machine with a TPU run pip install -e '.[tpu]'; elsewhere {way_out}"
         )
-    has_gpu = torch.version.cuda is not None and Path("/dev/nvidia0").exists()
-    gpu_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1", "tpu")
-    if has_gpu and not gpu_hidden and not torch.cuda.is_available() and not wants("CPU"):
+    if torch.version.cuda and unused_gpu() == "Nvidia":
         raise UserError(
             f"this node's Nvidia GPU cannot be used by PyTorch {torch.__version__}, built for CUDA "
             f"{torch.version.cuda}; most likely the driver is too old: update it, or install a build for an older CUDA "

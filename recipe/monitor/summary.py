@@ -8,10 +8,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psutil
+import torch
 
 from recipe.checkpoint.format import checkpoint_path, checkpoints
 from recipe.config import MIXTURE_PERIOD, ROOT, BatchPlan, Config, data_sets
-from recipe.engine.launch import has_torch_tpu, has_tpu
+from recipe.engine.launch import has_torch_tpu, has_tpu, unused_gpu
 from recipe.engine.strategy import Strategy
 from recipe.estimate.memory import (
     HEADROOM,
@@ -189,6 +190,8 @@ def _device_notes(config: Config, strategy: Strategy) -> Iterator[str]:
             yield f"other programs use {busy:.1f} of {cores} cores, which slows this run"
     if device.type == "cpu" and (has_tpu() or has_torch_tpu()):
         yield "this machine's TPU is idle; accelerate_configs/tpu.yaml uses it"
+    if device.type == "cpu" and (vendor := unused_gpu()):
+        yield f"this machine's {vendor} GPU is idle: PyTorch {torch.__version__} cannot use it (docs/hardware.md)"
     if config.run.torch_compile and strategy.runtime.no_compile:
         yield f"not compiled: {strategy.runtime.no_compile}"
     for name, other in UNUSED_WITHOUT.items():

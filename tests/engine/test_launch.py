@@ -175,7 +175,7 @@ def test_any_other_error_keeps_its_traceback(monkeypatch, world_size, message):
 def test_a_gpu_that_pytorch_cannot_use_is_an_error_unless_the_cpu_is_asked_for(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(Path, "exists", lambda path: str(path) == "/dev/nvidia0")
+    monkeypatch.setattr(Path, "glob", lambda path, _: ["/dev/nvidia3"] * (str(path) == "/dev"))  # a container's
     for name in ("ACCELERATE_USE_CPU", "CUDA_VISIBLE_DEVICES"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(UserError, match=r"built for CUDA 13\.0; .*driver is too old.*ACCELERATE_USE_CPU=true"):
@@ -246,6 +246,31 @@ def test_a_note_names_a_tpu_that_the_launch_leaves_idle(monkeypatch, in_process)
     monkeypatch.setenv("TPU_ACCELERATOR_TYPE", "v5e-8")
     note = "note       this machine's TPU is idle; accelerate_configs/tpu.yaml uses it"
     assert note in in_process(["--dry_run"]).stdout
+
+
+@pytest.mark.parametrize(
+    ("vendor", "directory", "file", "content"),
+    [
+        ("Nvidia", "/dev", "nvidia0", ""),
+        ("AMD", "/sys/class/drm", "card0/device/mem_info_vram_total", "25753026560\n"),
+        ("", "/sys/class/drm", "card0/device/mem_info_vram_total", "536870912\n"),  # a laptop's processor
+    ],
+)
+def test_a_note_names_a_gpu_for_which_pytorch_is_not_built(
+    monkeypatch, tmp_path, in_process, vendor, directory, file, content
+):
+    """PyPI's PyTorch is for Nvidia's GPUs, and beside others would train on the CPU without a word."""
+    set_environment(monkeypatch, {"ACCELERATE_USE_CPU": "false"})
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    (path := tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(content)
+    monkeypatch.setattr("recipe.engine.launch.Path", lambda name: tmp_path if name == directory else Path(name))
+    notes = re.findall(
+        r"note       this machine's (.+) GPU is idle: PyTorch .+ cannot use it", in_process(["--dry_run"]).stdout
+    )
+    assert notes == [vendor] * bool(vendor)
 
 
 @pytest.mark.parametrize(
