@@ -138,10 +138,10 @@ def published_rows() -> list[dict]:
 
 def _published(run: Speed) -> dict:
     row = dict.fromkeys(COLUMNS) | {"machine": f"{run.count} x {run.device}", "name": run.setup, "size": run.size}
-    if run.device in hardware.DEVICES:
+    if peak := hardware.peak_flops(run.device):
         layers, width = next(shape for shape, size in SIZES.items() if size == run.size)
         flops = run.tokens_per_second * flops_per_token(ModelConfig(n_layer=layers, n_embd=width), 1024)
-        row["mfu"] = flops / (run.count * hardware.DEVICES[run.device].peak)
+        row["mfu"] = flops / (run.count * peak)
     return row | {"tokens_per_second": run.tokens_per_second, "source": f"published: {run.run}"}
 
 

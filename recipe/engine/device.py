@@ -104,9 +104,9 @@ def local_device(device: torch.device, precision: str, local_world_size: int) ->
     return Device(device.type, device.type.upper(), precision, device, chip=device.type, sum_dtype=torch.float32)
 
 
-def planned_device(name: str, precision: str, count: int = 1) -> Device:
-    """A device that is not here, by its name in DEVICES, or `count` TPU cores behind one process. Raises UserError if
-    it lacks the precision."""
+def planned_device(name: str, precision: str, count: int = 1, memory: float = 0) -> Device:
+    """A device that is not here, by its name in DEVICES, or `count` TPU cores behind one process. `memory`: GB, where
+    it is not that of DEVICES. Raises UserError if it lacks the precision."""
     sheet = hardware.DEVICES[name]
     tpu_type = "xla" if name in ("TPU V2", "TPU V3") else "tpu"
     device_type = tpu_type if name.startswith("TPU") else "mps" if re.match(r"M\d( |$)", name) else "cuda"
@@ -117,6 +117,6 @@ def planned_device(name: str, precision: str, count: int = 1) -> Device:
         hardware.supported_precision(precision, name, gpu=device_type == "cuda", bf16=bf16),
         chip=name,
         count=count,
-        memory=int(1e9 * sheet.memory),
+        memory=int(1e9 * (memory or sheet.memory)),
         peak_flops=sheet.peak * count,
     )

@@ -45,7 +45,7 @@ def _planned_strategy(precision: str, devices: str) -> Strategy:
     """Describes the strategy on `devices` (as in dry_run), sharded as the launch asks. Every process of the launch does
     the dry run, and the first one prints it. Raises UserError for unknown devices, and if they lack the precision or
     cannot train that way."""
-    count, name = hardware.named_devices(devices)
+    count, name, memory = hardware.named_devices(devices)
     rank, sharding = int(os.environ.get("RANK", 0)), ""
     if wants("FSDP"):
         from recipe.engine.fsdp import take_settings
@@ -60,7 +60,7 @@ def _planned_strategy(precision: str, devices: str) -> Strategy:
     if name in ("TPU V2", "TPU V3"):  # run by torch_xla: one process drives all of them
         how = f"{count} devices behind one process" if count > 1 else ""
         runtime = Runtime(Processes(rank, is_main=rank == 0), how=how, no_compile=XLA_COMPILES)
-    device = planned_device(name, precision, count // runtime.processes.world_size)
+    device = planned_device(name, precision, count // runtime.processes.world_size, memory)
     if sharding and device.type != "cuda" and (device.type, sharding) != ("tpu", "fsdp"):
         file = {"tpu": "tpu-fsdp", "xla": "tpu"}.get(device.type, "single")
         raise UserError(f"{sharding} does not run on {name}; launch with accelerate_configs/{file}.yaml")

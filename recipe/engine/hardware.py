@@ -44,8 +44,10 @@ DEVICES = {
 # Parts of a device's name that do not identify the model: vendor, socket, edition, size of a job; and memory.
 _NAME_EXTRAS = re.compile(
     r"^(NVIDIA |AMD |APPLE )?(TESLA |GEFORCE |INSTINCT )?"
-    r"| SXM\d?(?= |$)| (BLACKWELL WORKSTATION EDITION|GENERATION|SMALL|MEDIUM|LARGE)$"
+    r"| ?SXM\d?(?= |$)| (BLACKWELL WORKSTATION EDITION|GENERATION|SMALL|MEDIUM|LARGE)$"
 )
+# Where people leave out a space.
+_UNSPACED = r"(?<=^RTX)(?=\w)|(?<=^TPU)(?=\w)|(?<=\d)(?=TI|SUPER|ADA|PCIE|NVL|PRO|MAX)|(?<=TI)(?=SUPER)|(?<=PRO)(?=\d)"
 _MEMORY = re.compile(r" (\d+GB?|HBM\d\w?)(?= |$)")
 
 
@@ -69,9 +71,10 @@ def peak_flops(name: str) -> float | None:
     return DEVICES[model].peak if (model := known_name(name)) else None
 
 
-def named_devices(text: str) -> tuple[int, str]:
+def named_devices(text: str) -> tuple[int, str, float]:
     """ "8xh100", "H100:8", "a100_80gb", "rtx4090", "a10g-largex2", "8xtpu v5e", or Google's "v5e-8" -> the number of
-    devices, and their name in DEVICES. Raises UserError for an unknown name."""
+    devices, their name in DEVICES and the GB of memory, of which the text may name another size than DEVICES. Raises
+    UserError for an unknown name."""
     if tpus := re.fullmatch(r"(?:tpu-?)?(v\d\w?)-([1-9]\d*)", text.strip().lower().replace("litepod", "e")):
         name, cores = tpus[1], int(tpus[2])  # the chips of v4 and v5p have two cores, but are one device
         text = f"{max(1, cores // 2) if name in ('v4', 'v5p') else cores} x TPU {name}"
@@ -79,11 +82,13 @@ def named_devices(text: str) -> tuple[int, str]:
     count_last = re.fullmatch(r"(.*?)\s*[x:]\s*([1-9]\d*)\s*", text, re.IGNORECASE)
     readings = [("1", text), count_first and count_first.groups(), count_last and (count_last[2], count_last[1])]
     for count, name in filter(None, readings):
-        model = re.sub(r"(?<=^RTX)(?=\w)|(?<=^TPU)(?=\w)|(?<=\d)(?=TI|SUPER|ADA)|(?<=TI)(?=SUPER)", " ", _model(name))
-        for variant in (model, _MEMORY.sub("", model)):
-            for family in ("", "RTX ", "TPU "):
-                if (device := f"{family}{variant}") in DEVICES:
-                    return int(count), device
+        model, size = _MEMORY.sub("", _model(name)), re.search(r" (\d+)GB?(?= |$)", _model(name))
+        model = re.sub(_UNSPACED, " ", model)
+        for family in ("", "RTX ", "TPU "):
+            if (device := f"{family}{model}") in DEVICES:
+                memory = DEVICES[device].memory
+                named = int(size[1]) if size else memory
+                return int(count), device, named if named <= 2 * memory else memory  # a GH200's processor has 480 GB
     raise UserError(f"{text!r} is not a known device; use one of {', '.join(DEVICES)} (M1 and M2 are Apple's)")
 
 

@@ -93,9 +93,13 @@ KNOWN = {
     "Tesla V100-SXM2-32GB": 125,
     "NVIDIA B200": 2250,
     "AMD Instinct MI300X": 1307.4,
+    "AMD Instinct MI250X": 191.5,  # one of its two devices
+    "NVIDIA H100 NVL": 835,
+    "NVIDIA GB200": 2500,
 }
 # GPUs of laptops, slices, export models and others with almost the same name.
 UNKNOWN = ["NVIDIA RTX A1000", "NVIDIA A100-SXM4-80GB MIG 1g.10gb", "GRID A100-10C", "NVIDIA T400", ""]
+UNKNOWN += ["AMD Radeon RX 7900 XTX", "NVIDIA B200 MIG 1g.23gb", "NVIDIA L4-24Q", "NVIDIA RTX 4000 Ada Generation"]
 UNKNOWN += ["NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA H200 NVL", "NVIDIA GeForce RTX 4060 Laptop GPU"]
 
 
@@ -118,9 +122,11 @@ def test_the_peak_is_the_data_sheets_and_none_for_a_similar_name():
         ("H100:8", 8, "H100"),
         ("8 x NVIDIA H100 80GB HBM3", 8, "H100"),
         ("a100_80gb", 1, "A100"),
-        ("4xa100-40gb", 4, "A100 40GB"),
-        ("a100-sxm4-40gb", 1, "A100 40GB"),
-        ("v100-32gb:2", 2, "V100 32GB"),
+        ("h100sxm", 1, "H100"),
+        ("h100nvl", 1, "H100 NVL"),
+        ("rtxpro6000", 1, "RTX PRO 6000"),
+        ("m1max", 1, "M1 MAX"),
+        ("gb200", 1, "GB200"),
         ("a6000", 1, "RTX A6000"),
         ("8xmi300x", 8, "MI300X"),
         ("tpu-v5e-8", 8, "TPU V5E"),
@@ -130,7 +136,25 @@ def test_the_peak_is_the_data_sheets_and_none_for_a_similar_name():
     ],
 )
 def test_a_dry_run_accepts_the_common_names_of_devices(text, count, name):
-    assert hardware.named_devices(text) == (count, name)
+    assert hardware.named_devices(text) == (count, name, hardware.DEVICES[name].memory)
+
+
+@pytest.mark.parametrize(
+    ("text", "gigabytes"),
+    [
+        ("4xa100-40gb", 40),
+        ("a100-sxm4-40gb", 40),
+        ("a100-pcie-40gb", 40),
+        ("a100-40g", 40),
+        ("v100-32gb:2", 32),
+        ("rtx4060ti-16gb", 16),
+        ("3080 12GB", 12),
+        ("h20-141gb", 141),
+        ("NVIDIA GH200 480GB", 96),  # that is its processor's
+    ],
+)
+def test_a_dry_run_takes_the_memory_that_is_named(text, gigabytes):
+    assert hardware.named_devices(text)[2] == gigabytes
 
 
 def test_a_dry_run_accepts_the_flavors_of_hugging_face_jobs():

@@ -8,7 +8,7 @@ from itertools import zip_longest
 from eval import published
 from eval.published import SIZES, SLOWER, SPEEDS, STYLES
 from recipe.config import ModelConfig
-from recipe.engine.hardware import DEVICES
+from recipe.engine.hardware import peak_flops
 from recipe.estimate.memory import flops_per_token
 from tests.conftest import ROOT
 
@@ -42,8 +42,8 @@ def tables() -> list[str]:
         for run in runs:
             layers, width = next(shape for shape, size in SIZES.items() if size == run.size)
             flops = flops_per_token(ModelConfig(n_layer=layers, n_embd=width), 1024)
-            device, gain = DEVICES.get(run.device), run.tokens_per_second / runs[0].tokens_per_second
-            mfu = f"{run.tokens_per_second * flops / (run.count * device.peak):.1%}" if device else ""
+            peak, gain = peak_flops(run.device), run.tokens_per_second / runs[0].tokens_per_second
+            mfu = f"{run.tokens_per_second * flops / (run.count * peak):.1%}" if peak else ""
             speedup = f"{gain:,.1f}" if run in same_size and len(same_size) > 1 else ""
             machine, speed = f"{run.count} x {run.device}", f"{run.tokens_per_second:,.0f}"
             lines.append(f"| {machine} | {run.size} | {run.run}: {run.setup} | {speed} | {speedup} | {mfu} |")
