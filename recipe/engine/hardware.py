@@ -23,7 +23,7 @@ import torch
 import yaml
 
 from recipe.utils.errors import UserError
-from recipe.utils.machine import usable_cores
+from recipe.utils.machine import usable_cores, usable_memory
 from recipe.utils.processes import is_set_by_launcher
 
 
@@ -143,12 +143,15 @@ def reset_peak_memory(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
 
 
-def free_memory(device: torch.device) -> int | None:
+def free_memory(device: torch.device) -> float | None:
     """Bytes of a CUDA device's memory not in use by other processes, this one's CUDA context or its tensors; None on
     other devices."""
     if device.type != "cuda":
         return None
-    return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    free = torch.cuda.mem_get_info(device)[0]
+    if torch.cuda.get_device_properties(device).is_integrated:  # CUDA counts cached files as used (unsloth #10704)
+        free = max(free, usable_memory())
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 def seconds_of(function: Callable[[], torch.Tensor]) -> float:

@@ -2,6 +2,7 @@
 
 import os
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -287,3 +288,15 @@ def test_a_gpu_older_than_triton_supports_trains_uncompiled(monkeypatch, machine
     accelerator = SimpleNamespace(device=torch.device("cuda"), process_index=0, num_processes=1)
     monkeypatch.setattr("recipe.engine.strategy.start_accelerator", lambda *_: accelerator)
     assert Strategy.open("auto").runtime.no_compile == reason
+
+
+@pytest.mark.parametrize(("integrated", "free"), [(1, 115e9), (0, 41e9)])
+def test_files_that_the_kernel_caches_take_no_memory_of_an_integrated_gpu(monkeypatch, integrated, free):
+    """Such as a DGX Spark's, which shares its memory with the processor."""
+    facts = {"mem_get_info": (41e9, 128e9), "memory_reserved": 0, "memory_allocated": 0}
+    facts["get_device_properties"] = SimpleNamespace(is_integrated=integrated)
+    for name, fact in facts.items():
+        monkeypatch.setattr(torch.cuda, name, lambda _, fact=fact: fact)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=115e9))
+    monkeypatch.setattr("recipe.utils.machine.CGROUP", Path("/none"))
+    assert hardware.free_memory(torch.device("cuda")) == free
