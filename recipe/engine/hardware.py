@@ -103,9 +103,10 @@ def set_up_allocator() -> None:
 
 def check_allocator(device: torch.device) -> None:
     """Keeps segments of fixed size where a CUDA device cannot map memory, as Nvidia's vGPUs (openxla/xla #49252) and
-    some Jetsons (unsloth #1446) cannot; its first allocation then fails."""
+    some Jetsons (unsloth #1446) cannot; its first allocation then fails. So does the first kernel if PyTorch is not
+    built for this GPU: better now than in the middle of a compilation."""
     try:
-        torch.empty(1, device=device)
+        torch.ones(1, device=device)
     except RuntimeError as error:
         if "CUDA driver error" not in str(error):
             raise

@@ -120,9 +120,12 @@ def fail(error: Exception) -> int:
     end_if_unread(error)
     if reason := no_memory_left(error):
         way_out = "lower --micro_batch_size (the line `batch` has it), or see what helps in docs/memory.md"
-        if "can't allocate" not in reason:  # a GPU's
+        if "cuda" in reason.lower():
             way_out += "; nvidia-smi lists the programs that use the GPU"
         error = Permanent(f"{reason}; {way_out}")
+    if isinstance(error, RuntimeError) and re.search("no kernel image|invalid device function", str(error)):  # HIP's
+        build = f"PyTorch {torch.__version__} is not built for this GPU"
+        error = Permanent(f"{build}: docs/troubleshooting.md names others, at `no kernel image`")
     if isinstance(error, RuntimeError) and _NO_COMPILER.search(str(error)):
         error = Permanent(
             "torch.compile needs a C++ compiler and Python's headers, and this machine lacks one of them: install them "
@@ -227,5 +230,6 @@ def check_accelerator(accelerator: Accelerator, supported: tuple[DistributedType
         )
     if accelerator.distributed_type not in supported:  # also if torch_xla has taken DeepSpeed's or FSDP's place
         raise UserError(
-            f"distributed_type {accelerator.distributed_type.value} is not supported; use a file of accelerate_configs/"
+            f"distributed_type {accelerator.distributed_type.value} is not supported; use a file of "
+            "accelerate_configs/, on other devices than GPUs of Nvidia and AMD single.yaml"
         )

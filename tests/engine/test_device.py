@@ -271,7 +271,7 @@ def test_segments_do_not_grow_on_a_gpu_that_cannot_map_memory(monkeypatch, error
     """As on a vGPU, whose first allocation would end the run."""
     set_settings = []
     monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", set_settings.append)
-    monkeypatch.setattr(torch, "empty", Mock(side_effect=RuntimeError(error)))
+    monkeypatch.setattr(torch, "ones", Mock(side_effect=RuntimeError(error)))
     with nullcontext() if settings else pytest.raises(RuntimeError, match=error):
         hardware.check_allocator(torch.device("cuda"))
     assert set_settings == (settings or [])

@@ -472,6 +472,8 @@ NOEXEC = "torch.compile cannot load /tmp/a/b.so, most likely because /tmp, or th
 NOEXEC += "noexec: set TORCHINDUCTOR_CACHE_DIR to a directory elsewhere, or add --torch_compile false"
 CUBLAS = "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
 CPU = "; lower --micro_batch_size (the line `batch` has it), or see what helps in docs/memory.md"
+KERNEL = f"PyTorch {torch.__version__} is not built for this GPU: docs/troubleshooting.md names others, "
+KERNEL += "at `no kernel image`"
 GPU = CPU + "; nvidia-smi lists the programs that use the GPU"
 
 
@@ -488,10 +490,13 @@ GPU = CPU + "; nvidia-smi lists the programs that use the GPU"
         ("CUDA error: out of memory\nCUDA kernel errors might be reported", f"CUDA error: out of memory{GPU}"),
         (CUBLAS, CUBLAS + GPU),
         ("NCCL error in: x.cpp\nLast error:\nCuda failure 2 'out of memory'", f"Cuda failure 2 'out of memory'{GPU}"),
+        ("HIP out of memory. Tried to allocate 2 GiB. GPU 0 has", f"HIP out of memory. Tried to allocate 2 GiB{CPU}"),
+        ("CUDA error: no kernel image is available for execution on the device\nSearch for", KERNEL),  # on a V100
+        ("HIP error: invalid device function\nHIP kernel errors might be", KERNEL),
         (1 << 60, f"can't allocate memory: you tried to allocate {1 << 60} bytes{CPU}"),  # of a CPU
     ],
 )
-def test_a_machine_that_cannot_compile_or_has_no_memory_left_is_an_error_of_one_line(error, message, capsys):
+def test_a_machine_that_cannot_compile_or_compute_or_has_no_memory_left_is_an_error_of_one_line(error, message, capsys):
     """In many containers PyTorch runs until torch.compile writes its first kernel. And no estimate of the memory knows
     the other programs that start to use it, or attention without a kernel for a device."""
     if isinstance(error, int):
