@@ -41,7 +41,7 @@ class ZeroStrategy(Strategy):
         accelerator = start_accelerator(precision, "no", handlers, (DistributedType.DEEPSPEED,))
         runtime = Runtime(processes_of(accelerator, START_TIMEOUT), sharding)
         set_timeouts()
-        device = local_device(accelerator.device, precision, runtime.processes.local_world_size)
+        device = local_device(accelerator.device, precision, runtime.processes)
         return cls(device, runtime, accelerator)
 
     def _wrap(self, model: nn.Module, optimizer: Optimizer, batch: BatchPlan):

@@ -1,6 +1,7 @@
 """Device: what the rest of the recipe must know about a process's device, here or, in a dry run, elsewhere."""
 
 import re
+import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -25,7 +26,7 @@ class Device:
     chip: str = ""  # the hardware that the numerics of a run may depend on: `name`, or the name of the processor
     count: int = 1  # devices that this process drives: more than one only for the TPU cores behind one process
     memory: int | None = None  # bytes of each device's own memory; None if it has none or it is not known
-    peak_flops: float | None = None  # of all `count` in FLOP/s; None if it is not known
+    peak_flops: float | None = None  # of all `count` in FLOP/s, the mean over processes; None if not known
     attention: Callable | None = None  # replaces SDPA
     checkpoint: Callable | None = None  # replaces torch's activation checkpointing
     adamw: str = "fused"  # which of torch's implementations of AdamW
@@ -71,12 +72,17 @@ class Device:
         return {"peak_memory_bytes": hardware.peak_memory(self.torch_device)}
 
 
-def local_device(device: torch.device, precision: str, local_world_size: int) -> Device:
-    """This process's device, one of `local_world_size` on its node, set up to train in the (resolved) precision."""
+def local_device(device: torch.device, precision: str, processes: Processes) -> Device:
+    """This process's device, set up to train in the (resolved) precision. A collective call."""
     torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")
     if device.type == "cuda":
         hardware.check_allocator(device)
-        name, idle = torch.cuda.get_device_name(device), torch.cuda.device_count() - local_world_size
+        name, idle = torch.cuda.get_device_name(device), torch.cuda.device_count() - processes.local_world_size
+        note = f"not used: {plural(idle, 'GPU')}; ddp.yaml, or more --num_processes, uses all" if idle > 0 else ""
+        names = processes.gather_objects(name)
+        if len(kinds := dict.fromkeys(names)) > 1:
+            note = f"the GPUs differ ({', '.join(kinds)}): each step waits for the slowest"
+        peaks = [hardware.peak_flops(name) or 0 for name in names]
         return Device(
             "cuda",
             name,
@@ -84,14 +90,14 @@ def local_device(device: torch.device, precision: str, local_world_size: int) ->
             device,
             chip=name,
             memory=torch.cuda.get_device_properties(device).total_memory,
-            peak_flops=hardware.peak_flops(name),
+            peak_flops=statistics.fmean(peaks) if all(peaks) else None,
             pad_vocab_to=128,  # for tensor cores; on a CPU it costs 7 %, and a TPU gains nothing
             eval_multiples=(1, 64, 1),  # few lengths: cuDNN plans attention with a mask for each of them
-            note=f"not used: {plural(idle, 'GPU')}; ddp.yaml, or more --num_processes, uses all" if idle > 0 else "",
+            note=note,
         )
     if device.type == "cpu":
         hardware.use_deterministic_algorithms()
-        hardware.tune_cpu(local_world_size=local_world_size)
+        hardware.tune_cpu(local_world_size=processes.local_world_size)
         name = f"CPU ({plural(torch.get_num_threads(), 'thread')} a process)"
         return Device(
             "cpu",

@@ -68,7 +68,7 @@ class Strategy:
         accelerator = start_accelerator(precision, mixed_precision, handlers, supported)
         runtime = Runtime(processes_of(accelerator, START_TIMEOUT), cls._sharding)
         set_timeouts()
-        device = local_device(accelerator.device, precision, runtime.processes.local_world_size)
+        device = local_device(accelerator.device, precision, runtime.processes)
         if device.type == "cuda" and torch.cuda.get_device_capability(device.torch_device) < (7, 0):
             runtime.no_compile = f"Triton does not support {device.name}"
         return cls(device, runtime, accelerator)

@@ -1,6 +1,7 @@
 """What the engine chooses for the hardware, which is faked."""
 
 import os
+import re
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -57,7 +58,7 @@ def test_fp32_is_not_rounded_to_tf32(monkeypatch):
     settings = []
     monkeypatch.setattr(torch, "set_float32_matmul_precision", settings.append)
     for precision in ("fp32", "tf32"):
-        local_device(torch.device("mps"), precision, local_world_size=1)
+        local_device(torch.device("mps"), precision, Processes())
     assert settings == ["highest", "high"]
 
 
@@ -288,6 +289,34 @@ def test_a_gpu_older_than_triton_supports_trains_uncompiled(monkeypatch, machine
     accelerator = SimpleNamespace(device=torch.device("cuda"), process_index=0, num_processes=1)
     monkeypatch.setattr("recipe.engine.strategy.start_accelerator", lambda *_: accelerator)
     assert Strategy.open("auto").runtime.no_compile == reason
+
+
+@pytest.mark.parametrize(
+    ("names", "tera", "note"),
+    [
+        (["NVIDIA GeForce RTX 4090"] * 2, 165.2, ""),
+        (
+            ["NVIDIA GeForce RTX 4090", "NVIDIA GeForce RTX 3060"],
+            (165.2 + 25.5) / 2,
+            "GPUs differ .+ 4090, .+ 3060.: each",
+        ),
+        (
+            ["NVIDIA GeForce RTX 4090", "NVIDIA GeForce GTX 1080"],
+            None,
+            "GPUs differ .+: each step waits for the slowest",
+        ),
+    ],
+)
+def test_the_mfu_of_different_gpus_counts_the_peak_of_each(monkeypatch, names, tera, note):
+    processes = Processes(world_size=2, local_world_size=2)
+    monkeypatch.setattr(Processes, "gather_objects", lambda *_: names)
+    monkeypatch.setattr(hardware, "check_allocator", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: names[0])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=24e9))
+    device = local_device(torch.device("cuda"), "bf16", processes)
+    assert device.peak_flops == (tera and pytest.approx(1e12 * tera))
+    assert re.search(note, device.note) if note else device.note == ""
 
 
 @pytest.mark.parametrize(("integrated", "free"), [(1, 115e9), (0, 41e9)])
