@@ -46,7 +46,7 @@ from recipe.config import QUIET, ROOT, Config, DataConfig, batch_arithmetic, par
 from recipe.data.survey import SHIPPED_TEXT
 from recipe.engine import hardware
 from recipe.engine.factory import open_strategy
-from recipe.engine.launch import EXIT_GRACE_S, fail
+from recipe.engine.launch import EXIT_GRACE_S, fail, unused_gpu
 from recipe.engine.strategy import Strategy
 from recipe.estimate.fused_loss import resolve_fused_loss
 from recipe.estimate.memory import checkpoint_bytes, step_memory
@@ -326,7 +326,9 @@ def devices(config: Config, strategy: Strategy) -> Finding:
     device, gpu = strategy.device, hardware.nvidia_smi("driver_version", "power.limit", "clocks.max.sm")
     memory = f", {gb(device.memory)}" if device.memory else ""
     driver = f", driver {', '.join(gpu.values())}" if gpu and device.type == "cuda" else ""
-    return f"{strategy}{memory}, {device.precision}, torch {torch.__version__}{driver}", ""
+    vendor = unused_gpu() if device.type == "cpu" else ""
+    problem = f"this PyTorch cannot use the {vendor} GPU: docs/hardware.md has another (One GPU)" if vendor else ""
+    return f"{strategy}{memory}, {device.precision}, torch {torch.__version__}{driver}", problem
 
 
 def sum_(config: Config, strategy: Strategy) -> Finding | None:

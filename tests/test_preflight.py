@@ -19,6 +19,7 @@ from recipe.engine.factory import open_strategy
 from recipe.utils.processes import Processes
 from tests import processes as programs
 from tests.conftest import ROOT, SHAKESPEARE, launch, ok
+from tests.engine import cpu_strategy
 
 
 def lines_of(output: str) -> dict[str, str]:
@@ -202,6 +203,13 @@ def test_a_gpu_that_is_slower_than_the_others_is_named(speed, memory, is_slow, m
     measured, problem = preflight.products(parse_config([]), strategy)
     assert problem.startswith("process 1 is slower than the others: ") == is_slow == bool(problem)
     assert re.fullmatch(r"[\d.]+ [GMT] to [\d.]+ [GMT]FLOP/s a process", measured)
+
+
+@pytest.mark.parametrize("vendor", ["AMD", ""])
+def test_a_gpu_that_pytorch_cannot_use_is_named(vendor, monkeypatch):
+    monkeypatch.setattr(preflight, "unused_gpu", lambda: vendor)
+    _, problem = preflight.devices(parse_config([]), cpu_strategy())
+    assert problem.startswith("this PyTorch cannot use the AMD GPU: docs/hardware.md") if vendor else problem == ""
 
 
 def test_a_check_that_hangs_is_named_and_ends_the_command(tmp_path):
