@@ -231,5 +231,5 @@ def check_accelerator(accelerator: Accelerator, supported: tuple[DistributedType
     if accelerator.distributed_type not in supported:  # also if torch_xla has taken DeepSpeed's or FSDP's place
         raise UserError(
             f"distributed_type {accelerator.distributed_type.value} is not supported; use a file of "
-            "accelerate_configs/, on other devices than GPUs of Nvidia and AMD single.yaml"
+            "accelerate_configs/ (of GPUs other than Nvidia's and AMD's, a run takes one, with single.yaml)"
         )
