@@ -103,11 +103,11 @@ def _summary(state: dict, texts: list[dict], kind: str) -> str:
     length = f"{config['train_hours']:g} hours" if steps == UNDECIDED else f"{steps:,} steps"
     note = f" It is a checkpoint of a run of {length}." if steps > state["step"] else ""
     is_gpt2 = kind == "gpt2"  # of any other model the parameters are not known here
-    what = f"GPT-2 language model with {si(parameter_count(model))} parameters" if is_gpt2 else f"{kind} language model"
+    size = f"with {si(parameter_count(model), 'B')} parameters " if is_gpt2 else ""
+    shape = f"{model.n_layer} layers, {model.n_head} heads, {model.n_embd} wide, {model.n_positions:,} positions"
     return (
-        f"A {plain(what)} ({model.n_layer} layers, {model.n_head} heads, {model.n_embd} wide, {model.n_positions:,} "
-        f"positions), trained {start} on {state['tokens']:,} tokens of {', '.join(links)}: the weights after step "
-        f"{state['step']:,}.{note}"
+        f"A {'GPT-2' if is_gpt2 else plain(kind)} language model {size}({shape}), trained {start} on "
+        f"{state['tokens']:,} tokens of {', '.join(links)}: the weights after step {state['step']:,}.{note}"
     )
 
 

@@ -117,6 +117,12 @@ def test_the_card_has_every_result_and_how_it_was_measured(card):
     assert "epochs" not in card.text  # the stream has not ended
 
 
+def test_the_card_of_the_largest_model_counts_billions_as_such(card):
+    xl = parse_config(["--config=gpt2-xl"]).flat()
+    text = card(state=STATE | {"config": xl, "about": [PART | {"config": xl}]}).text
+    assert "A GPT-2 language model with 1.56 B parameters (48 layers, 25 heads, 1600 wide" in text
+
+
 MUON = {"optim": "muon", "muon_learning_rate": 0.03, "muon_weight_decay": 0.2}
 WSD = {"lr_scheduler_type": "wsd", "decay_fraction": 0.4}
 
