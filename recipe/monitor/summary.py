@@ -101,7 +101,7 @@ def _length(config: Config) -> str:
     steps, hours = config.optimizer.max_steps, config.run.train_hours
     parts = [f"{duration(3600 * hours)} in all (train_hours)"] if hours else []
     if not config.undecided:
-        parts.append(f"{steps:,} steps, {si(steps * config.optimizer.total_batch_tokens, 'B')} tokens")
+        parts.append(f"{plural(steps, 'step')}, {si(steps * config.optimizer.total_batch_tokens, 'B')} tokens")
     return f"length     {': '.join(parts)}"
 
 
@@ -245,7 +245,7 @@ def outcome(config: Config, metrics: Metrics, val_loss: float) -> Iterator[str]:
     steps, run_dir = config.optimizer.max_steps, Path(config.run.output_dir)
     losses = val_losses(run_dir)
     tokens = steps * config.optimizer.total_batch_tokens
-    yield f"done       {si(tokens, 'B')} tokens in {steps:,} steps; validation loss {val_loss:.4f}"
+    yield f"done       {si(tokens, 'B')} tokens in {plural(steps, 'step')}; validation loss {val_loss:.4f}"
     best_step = min(losses, key=lambda step: losses[step], default=steps)
     if best_step < steps:
         not_saved = "" if checkpoint_path(run_dir, best_step).is_dir() else " (not saved)"

@@ -246,6 +246,9 @@ def test_the_closing_panel(whole_run, monkeypatch, tmp_path):
         "best       validation loss 3.1234 at step 250 (not saved)",
         "took       1 h 35 min of training, 1,748,207 tokens/s; 4 min 40 s more for validation, saving and the like",
     ]
+    one_step = config.replace(max_steps=1)
+    assert next(iter(summary.outcome(one_step, metrics, 3.2))).startswith("done       524 k tokens in 1 step; ")
+    assert summary._length(one_step) == "length     1 step, 524 k tokens"
     (tmp_path / "a run/step_00000250").mkdir()
     assert list(summary.outcome(config, metrics, 3.2))[1] == "best       validation loss 3.1234 at step 250"
     log.unlink()
