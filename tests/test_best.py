@@ -543,6 +543,11 @@ def test_the_batch_grows_with_the_run_and_muons_rate_only_above_what_was_measure
     values = [(f["total_batch_tokens"][0], f["muon_learning_rate"][0]) for f in fields]
     assert values == [(1024, 0.01), (4096, 0.01), (8192, 0.014), (524_288, 0.02)]
     assert fields_for((12, 768), text, 1500, 1)["warmup_steps"][0] == 0  # of one step
+    limits = [{f[name][0] for f in fields} for name in ("warmup_steps", "eval_tokens")]
+    assert 256 in limits[0]
+    assert {32_768, 10_485_760} <= limits[1]
+    assert "256 at most" in fields[-1]["warmup_steps"][1]
+    assert "from 32,768 to 10,485,760" in fields[0]["eval_tokens"][1]
 
 
 def test_a_recipe_does_not_name_the_home_directory(tmp_path, call_here, monkeypatch):

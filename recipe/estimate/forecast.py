@@ -157,11 +157,14 @@ def fields_for(size: Size, text: Text, tokens: float, devices: int) -> Fields:
         "learning_rate": (rounded(0.012 * max(1, width / 128) ** -0.7), "of embeddings; lower for a wider model"),
         "adam_beta1": (0.8, "as tuned beside Muon, docs/log.md"),
         "adam_beta2": (0.99 if batch < 65_536 else 0.95, "longer where a batch has few of the rare tokens"),
-        "warmup_steps": (min(256, max(1, steps // 20), steps - 1), "a twentieth of the run; for AdamW"),
+        "warmup_steps": (min(256, max(1, steps // 20), steps - 1), "a twentieth of the run, 256 at most; for AdamW"),
         "lr_scheduler_type": ("wsd", "its decay can begin by the clock, and the run can be extended"),
         "decay_fraction": (0.6, "as tuned, docs/log.md"),
         "eval_steps": (interval, "three times on the way, and at the end"),
-        "eval_tokens": (max(32_768, min(10_485_760, int(tokens / 40))), "a fortieth of the run, each time"),
+        "eval_tokens": (
+            max(32_768, min(10_485_760, int(tokens / 40))),
+            "each time: a fortieth of the run, from 32,768 to 10,485,760",
+        ),
         "save_steps": (interval, "as often as it is evaluated: the best checkpoint is kept"),
         "logging_steps": (max(1, min(50, steps // 40)), "forty lines or more"),
     }
