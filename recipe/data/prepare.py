@@ -75,14 +75,14 @@ def prepare(data: DataConfig) -> Manifest:
             logger.info("data       the other process has made %s", _summary(manifest))
             return manifest
         manifest = producer.open()
-        continuing = f", continuing after {len(manifest.shards)} finished shards" if manifest.shards else ""
+        continuing = f", continuing after {plural(len(manifest.shards), 'finished shard')}" if manifest.shards else ""
         logger.info("data       tokenizing %s into %s%s", producer.source, out, continuing)
         start = time.monotonic()
         with _progress(producer):
             producer.everything()
         seconds = time.monotonic() - start
-    speed = producer.made / seconds / 1e6
-    logger.info("data       %s in %.1f s (%.2f M tokens/s)", _summary(manifest), seconds, speed)
+    speed = si(producer.made / seconds, "B")
+    logger.info("data       %s in %.1f s (%s tokens/s)", _summary(manifest), seconds, speed)
     return manifest
 
 
