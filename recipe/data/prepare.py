@@ -11,7 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Generator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -117,12 +117,20 @@ def directory_lock(out: Path, seconds: float | None = None) -> AbstractContextMa
 
 @contextmanager
 def _progress(producer: Producer) -> Generator[None, None, None]:
-    """A progress bar of the bytes read, or of the tokens of a Hub data set; without a terminal, once a minute."""
+    """A progress bar of the bytes read, for each split, since both may read all of the text; or of the tokens of a Hub
+    data set. Without a terminal, once a minute."""
     source, interval = producer.source, 0.1 if sys.stderr.isatty() else BETWEEN_BARS_S
     options = {"unit": "B" if source.size else " tokens", "unit_scale": True, "miniters": 0}
-    with tqdm(total=source.size or None, mininterval=interval, delay=interval, **options) as bar:
+    options |= {"total": source.size or None, "mininterval": interval, "delay": interval}
+    with ExitStack() as stack:
+        bars: dict[str, tqdm] = {}
 
-        def show() -> None:
+        def show(split: str) -> None:
+            name = split if source.size else ""
+            if name not in bars:
+                stack.close()
+                bars[name] = stack.enter_context(tqdm(desc=name or None, **options))
+            bar = bars[name]
             bar.set_postfix_str(f"{si(producer.made, 'B')} tokens" if source.size else "", refresh=False)
             bar.update((source.position if source.size else producer.made) - bar.n)
 

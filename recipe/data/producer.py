@@ -78,7 +78,7 @@ class Producer:
             "shard_tokens": data.shard_tokens,
         }
         self.made = 0  # tokens
-        self.show: Callable[[], object] = lambda: None  # progress: called whenever `made` has grown
+        self.show: Callable[[str], object] = lambda split: None  # progress: called whenever `made` has grown
         self._next: tuple[str, int] | None = None  # the shard whose tokens are next in `_spans`
         self._spans: Iterator[Span] = iter(())
         self._leftover: Span | None = None  # the rest of a span that did not fit into the previous shard
@@ -196,7 +196,7 @@ class Producer:
                 position = position | {"tokens": position["tokens"] + len(chunk)}
                 self._leftover = (position, tokens[len(chunk) :]) if len(chunk) < len(tokens) else None
                 self.made += len(chunk)
-                self.show()
+                self.show(split)
             text_ended = shard.tokens < size
             if shard.tokens or is_known:
                 self._commit(shard, split, number, position)

@@ -531,6 +531,28 @@ def test_progress_moves_within_a_file(tmp_path, monkeypatch, capsys, name):
     assert percentages[-1] == 100
 
 
+def test_progress_of_documents_held_out_is_not_that_of_the_training_text(tmp_path, monkeypatch, capsys):
+    """Both read all of the text: with one bar, it would be at 100 % before any training text is tokenized."""
+    monkeypatch.setattr("recipe.data.prepare.BETWEEN_BARS_S", 0)
+    monkeypatch.setattr("recipe.data.documents.usable_cores", lambda: 1)
+    write_jsonl(tmp_path / "d.jsonl", [f"{story} {i}" for i, story in enumerate(STORIES * 20)])
+    manifest = prepare(data_of(tmp_path / "d.jsonl", tmp_path / "out", val_fraction=0.1))
+    assert manifest.validation.endswith("documents from all over it)")
+    printed = [line for line in re.split("[\r\n]", capsys.readouterr().err) if "%|" in line]
+    for split in ("val", "train"):
+        percentages = [int(line.split(":")[1].split("%")[0]) for line in printed if line.startswith(f"{split}:")]
+        assert percentages == sorted(percentages)
+        assert len(percentages) >= 3
+        assert percentages[-1] == 100
+
+
+def test_the_speed_of_preparing_a_short_text_is_not_zero(tmp_path, capsys):
+    set_up_logging()
+    (tmp_path / "d.txt").write_text(TEXT[:2000])
+    prepare(data_of(tmp_path / "d.txt", tmp_path / "out"))
+    assert re.search(r" \([1-9][\d.]* k? ?tokens/s\)", capsys.readouterr().out)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="needs /proc")
 def test_memory_does_not_grow_with_the_text(tmp_path):
