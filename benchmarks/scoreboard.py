@@ -163,7 +163,8 @@ def table(measured_rows: list[dict]) -> str:
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     cells.insert(1, ["-" * width for width in widths])
     lines = ["| " + " | ".join(map(str.ljust, line, widths)) + " |" for line in cells]
-    note = f"MFU by {report.FLOPS_FORMULA}, of the half-precision peak. Memory per device, or per process."
+    note = f"MFU by {report.FLOPS_FORMULA}, of the half-precision peak, on a CPU of the speed of a matrix product. "
+    note += "Memory per device, or per process."
     return "\n".join([*lines, "", note, *(f"{run}: {source}." for run, source in SPEED_SOURCES.items())]) + "\n"
 
 

@@ -141,6 +141,8 @@ def test_each_row_of_the_scoreboard_builds_on_the_rows_kept_so_far(tmp_path, mon
     assert [fields["without"] for fields in SEEN[:7]] == omitted
     assert scoreboard.main(["--minutes=0", f"--out={tmp_path}"]) == 0
     assert "time is up" in capsys.readouterr().out
+    note = "of the half-precision peak, on a CPU of the speed of a matrix product."
+    assert note in (tmp_path / "scoreboard.md").read_text()
 
 
 def test_several_machines_make_one_table_with_gains_over_the_first_row_of_each(tmp_path):
