@@ -115,7 +115,7 @@ def commands(clone) -> list[list[str]]:
             (clone / folder / name).write_text(RECORDER)
             (clone / folder / name).chmod(0o755)
     (clone / "gpt2-recipe").symlink_to(".")
-    for name in ("git", "docker", "gcloud", "hf", "sbatch", "sky"):  # tests/engine/test_nodes.py runs sbatch's script
+    for name in ("git", "docker", "gcloud", "hf", "pip", "sbatch", "sky"):  # tests/engine/test_nodes.py runs sbatch's
         (fakes / name).symlink_to("/bin/true")
     for folder in (".venv", ".venv-tpu"):
         (clone / folder / "constraints.txt").touch()
