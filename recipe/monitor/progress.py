@@ -14,7 +14,8 @@ from recipe.utils.units import duration, plural
 
 logger = logging.getLogger(__name__)
 
-# tqdm's format with our own speed and remaining time, which exclude compilation and the steps of earlier processes.
+# tqdm's format with our own speed and remaining time, which exclude compilation and the steps of earlier processes; the
+# time left includes pauses such as validation in proportion to those so far.
 _FORMAT = "{desc}{percentage:.0f}%|{bar}| {n_fmt}/{total_fmt} tok{postfix}"
 _PAUSE_LOGGING_S = 60.0  # between log lines in a long pause
 # (column of a record, format, factor to the displayed unit), in display order.
@@ -36,6 +37,7 @@ class Progress:
         self._total_seconds = 3600 * hours
         self._steps, self._step_tokens, self._first_step, self._show = steps, step_tokens, first_step, show
         self._first_reading = math.inf  # its step; the speed up to it includes compilation
+        self._trained, self._elapsed = 0.0, 0.0  # seconds of training, and with the pauses, at the first reading
         self._newest: dict[str, float] = {}  # the newest value of each column on the bar
         self._warning = ""
         on_terminal = sys.stderr.isatty() and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
@@ -56,8 +58,8 @@ class Progress:
 
     def report(self, record: dict, warning: str = "", elapsed: float = 0.0) -> None:
         """Shows a record of metrics.jsonl, and a warning that must not scroll away, after `elapsed` seconds."""
-        if record["step"] > self._first_step and record["tokens_per_second"]:
-            self._first_reading = min(self._first_reading, record["step"])
+        if self._first_reading > record["step"] > self._first_step and record["tokens_per_second"]:
+            self._first_reading, self._trained, self._elapsed = record["step"], record["seconds"], elapsed
         fraction = record["step"] / self._steps
         if self._total_seconds:
             fraction = min(1.0, elapsed / self._total_seconds)
@@ -102,9 +104,11 @@ class Progress:
         texts = [form.format(values[column] * factor) for column, form, factor in _FIGURES if column in values]
         speed = values.get("tokens_per_second")
         if speed and self._first_reading < values["step"] < self._steps:
-            seconds = (self._steps - values["step"]) * self._step_tokens / speed
             if self._total_seconds:
                 seconds = max(0.0, self._total_seconds - elapsed)
+            else:
+                seconds = (self._steps - values["step"]) * self._step_tokens / speed
+                seconds *= (elapsed - self._elapsed) / max(1e-3, values["seconds"] - self._trained)
             texts.append(f"{duration(seconds)} left")
         if values.get("data_wait", 0) > 0.01:
             texts.append(f"{100 * values['data_wait']:.0f} % waiting for data")

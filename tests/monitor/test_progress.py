@@ -46,11 +46,11 @@ def test_the_bar_shows_loss_tokens_speed_and_time_left_in_eighty_columns(monkeyp
     progress = Progress(19_073, 2**19, 480, show=True)
     assert terminal.bar.startswith("first steps: 3%|")
     for step in (480, 490):  # of an earlier process, and of the first steps of this one, which may have compiled
-        progress.report(RECORD | {"step": step})
+        progress.report(RECORD | {"step": step, "seconds": 1372.0}, elapsed=1372.0)
         assert " left" not in terminal.bar
     for _ in range(498 - 480):
         progress.advance()
-    progress.report(RECORD)  # and 18,573 more steps of 2.8 s
+    progress.report(RECORD, elapsed=1400.0)  # and 18,573 more steps of 2.8 s
     for figure in ("3%|", "loss 3.4124", "261M/10.0G tok", "187,234 tok/s", "MFU 47.1 %", "14 h 27 min left"):
         assert figure in terminal.bar, terminal.bar
     assert len(terminal.bar) <= 80
@@ -59,10 +59,26 @@ def test_the_bar_shows_loss_tokens_speed_and_time_left_in_eighty_columns(monkeyp
         tick(12, 40)
         assert terminal.bar.startswith("validating 12/40: 3%|")
     assert terminal.bar.startswith("3%|")
-    progress.report(RECORD | {"val_loss": 3.50149}, "step 500 not saved")
+    progress.report(RECORD | {"val_loss": 3.50149}, "step 500 not saved", elapsed=1400.0)
     assert terminal.bar.startswith("WARNING: step 500 not saved: 3%|")
     assert "step 500      3 %  validation loss 3.5015" in terminal.getvalue()  # above the bar
     progress.close()
+
+
+def test_the_time_left_includes_pauses_like_those_so_far(capsys):
+    """Of 100 steps of 1 s, each tenth is followed by 20 s of validation; compilation took 50 s."""
+    set_up_logging()
+    progress = Progress(100, 1000, 0, show=True)
+    pauses = 30.0  # for the validation before the first step
+    for step in (1, *range(5, 101, 5)):
+        pauses += 20.0 * (step % 10 == 0)
+        record = RECORD | {"step": step, "tokens_per_second": 1000.0, "seconds": 50.0 + step}
+        progress.report(record, elapsed=record["seconds"] + pauses)
+    lines = capsys.readouterr().out.splitlines()
+    left = {int(line.split()[1]): line.partition("MFU 47.1 %  ")[2] for line in lines}
+    assert (left[1], left[5]) == ("", "1 min 35 s left")  # nothing is known of the validation yet
+    assert left[50] == "2 min 32 s left"  # 50 s and five times 20 s, less 2 s: the first step does not count
+    assert left[100] == ""
 
 
 def test_a_log_has_a_line_for_each_record_and_one_a_minute_in_a_long_pause(capsys, monkeypatch):
@@ -73,8 +89,9 @@ def test_a_log_has_a_line_for_each_record_and_one_a_minute_in_a_long_pause(capsy
     empty = dict.fromkeys(RECORD)
     progress.report(empty | {"step": 0, "tokens": 0, "learning_rate": 1e-6, "val_loss": 10.95})
     progress.report(empty | {"step": 2, "tokens": 2**20})  # only a checkpoint was due: no line
-    progress.report(RECORD | {"step": 490, "learning_rate": None, "mfu": None})
-    progress.report(RECORD | {"val_loss": 3.50149, "data_wait": 0.12, "skipped_steps": 1}, "step 500 not saved")
+    progress.report(RECORD | {"step": 490, "learning_rate": None, "mfu": None, "seconds": 1372.0}, elapsed=1372.0)
+    record = RECORD | {"val_loss": 3.50149, "data_wait": 0.12, "skipped_steps": 1}
+    progress.report(record, "step 500 not saved", elapsed=1400.0)
     with progress.during("validating") as tick:
         for batches_done in range(1, 4):
             tick(batches_done, 9)
