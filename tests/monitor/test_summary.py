@@ -161,15 +161,21 @@ def test_the_speed_expected_of_a_cpu_is_about_that_of_a_step(precision, width, v
     fields = {name: getattr(shape, name) for name in SHAPE_FIELDS}
     model = GPT2LMHeadModel(GPT2Config(**fields, bos_token_id=None, eos_token_id=None)).eval()
     tokens = torch.randint(vocab_size, (8, 128))
-    seconds = []
-    for _ in range(6):
+
+    def seconds() -> float:
         start = time.perf_counter()
         with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
             loss = model(tokens, tokens)
         loss.backward()
-        seconds.append(time.perf_counter() - start)
-    measured = flops_per_token(shape, 128) * tokens.numel() / min(seconds)
-    assert 0.4 < speed.cpu_flops(precision, shape) / measured < 2
+        return time.perf_counter() - start
+
+    times, expected = [], []
+    for more in range(5):  # in turns, for the best of each: other programs slow either for a while
+        times += [seconds() for _ in range(4)]
+        # A process measures each shape once.
+        expected.append(speed.cpu_flops(precision, dataclasses.replace(shape, vocab_size=vocab_size + more)))
+    measured = flops_per_token(shape, 128) * tokens.numel() / min(times)
+    assert 0.4 < max(expected) / measured < 2
 
 
 def test_a_run_that_does_not_fit_is_told_what_helps():
