@@ -120,8 +120,7 @@ def _progress(producer: Producer) -> Generator[None, None, None]:
     """A progress bar of the bytes read, for each split, since both may read all of the text; or of the tokens of a Hub
     data set. Without a terminal, once a minute."""
     source, interval = producer.source, 0.1 if sys.stderr.isatty() else BETWEEN_BARS_S
-    options = {"unit": "B" if source.size else " tokens", "unit_scale": True, "miniters": 0}
-    options |= {"total": source.size or None, "mininterval": interval, "delay": interval}
+    unit, pace = "B" if source.size else " tokens", {"mininterval": interval, "delay": interval, "miniters": 0}
     with ExitStack() as stack:
         bars: dict[str, tqdm] = {}
 
@@ -129,7 +128,8 @@ def _progress(producer: Producer) -> Generator[None, None, None]:
             name = split if source.size else ""
             if name not in bars:
                 stack.close()
-                bars[name] = stack.enter_context(tqdm(desc=name or None, **options))
+                bar = tqdm(desc=name or None, total=source.size or None, unit=unit, unit_scale=True, **pace)
+                bars[name] = stack.enter_context(bar)
             bar = bars[name]
             bar.set_postfix_str(f"{si(producer.made, 'B')} tokens" if source.size else "", refresh=False)
             bar.update((source.position if source.size else producer.made) - bar.n)
