@@ -97,6 +97,9 @@ def test_an_unknown_name_is_refused_with_a_suggestion(recipe):
     assert refused("--batch-size=8").startswith("unknown '--batch-size'; here: micro_batch_size, ")
     assert hint("device", FIELDS).startswith("; nothing to set: the device is found")
     assert refused("--lr=1e-3") == "unknown '--lr'; here: learning_rate (docs/migrating.md)"
+    assert "here: micro_batch_size, in sequences a device" in refused("--device-batch-size=8")  # nanochat's
+    assert "here: eval_tokens, in tokens, not batches" in refused("--eval.max_iters=8")  # litgpt's
+    assert "here: max_grad_norm (" in refused("--gradient_clipping=1")  # DeepSpeed's
     assert hint("bias", FIELDS) == "; here: biases always, as in GPT-2 (docs/migrating.md)"
     assert refused("--init_from=resume") == "init_from resume: omit it; the same command starts a run and resumes it"
     assert refused("--my_rate=1").endswith("; see --help, or docs/migrating.md for the names in other programs")
