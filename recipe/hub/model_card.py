@@ -21,7 +21,7 @@ from recipe.data.tokenizer import GPT2
 from recipe.estimate.memory import parameter_count
 from recipe.utils.checkpoints import read_metrics
 from recipe.utils.redaction import redact, redacted
-from recipe.utils.units import si
+from recipe.utils.units import plural, si
 
 CARD = "README.md"
 _REPOSITORY = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -104,7 +104,8 @@ def _summary(state: dict, texts: list[dict], kind: str) -> str:
     note = f" It is a checkpoint of a run of {length}." if steps > state["step"] else ""
     is_gpt2 = kind == "gpt2"  # of any other model the parameters are not known here
     size = f"with {si(parameter_count(model), 'B')} parameters " if is_gpt2 else ""
-    shape = f"{model.n_layer} layers, {model.n_head} heads, {model.n_embd} wide, {model.n_positions:,} positions"
+    shape = f"{plural(model.n_layer, 'layer')}, {plural(model.n_head, 'head')}, {model.n_embd} wide"
+    shape += f", {model.n_positions:,} positions"
     return (
         f"A {'GPT-2' if is_gpt2 else plain(kind)} language model {size}({shape}), trained {start} on "
         f"{state['tokens']:,} tokens of {', '.join(links)}: the weights after step {state['step']:,}.{note}"
