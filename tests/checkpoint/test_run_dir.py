@@ -118,9 +118,10 @@ def test_another_run_is_refused_and_harmless_changes_are_reported(tmp_path, capl
     saved, tokenizer = parse_config(words).flat(), open_tokenizer("gpt2")
     state = {"config": saved, "data": {}, "metrics": {}, "step": 20, "tokenizer": {"name": "gpt2", "digest": "gpt2"}}
     config = saved | {"max_steps": 100, "eval_steps": 7}
-    check_same_run(state, config | {"init_from": "gpt2"}, tokenizer, tmp_path)
+    tuned = state | {"config": saved | {"init_from": "gone"}}
+    check_same_run(tuned, config | {"init_from": "gpt2"}, tokenizer, tmp_path)
     assert "resuming with max_steps 80 -> 100" in caplog.messages
-    assert any(re.search("^resuming with init_from '' -> 'gpt2', which has no effect", m) for m in caplog.messages)
+    assert any(re.search("^resuming with init_from 'gone' -> 'gpt2', which has no effect", m) for m in caplog.messages)
     assert "the learning rate at step 20 was 0.00075 and is 0.0008 now" in caplog.messages[-1]
     check_same_run(state, saved | {"val_data": "other"}, tokenizer, tmp_path)
     message = "validation losses up to step 20 cannot be compared with those that follow: val_data '' -> 'other'"
@@ -135,7 +136,8 @@ def test_another_run_is_refused_and_harmless_changes_are_reported(tmp_path, capl
     assert caplog.messages[1:] == ["resuming with dropout 0.0 -> 0.1"]
     with pytest.raises(UserError, match=r"n_layer 2 -> 3, n_embd 128 -> 96, optim 'muon' -> 'adamw'.*--fresh"):
         check_same_run(state, config | {"n_layer": 3, "n_embd": 96, "optim": "adamw"}, tokenizer, tmp_path)
-    for name, value in {"seed": 2, "sequence_length": 32, "total_batch_tokens": 64}.items():  # other data at a step
+    others = {"seed": 2, "sequence_length": 32, "total_batch_tokens": 64}  # other data at a step
+    for name, value in (others | {"init_from": "gpt2"}).items():
         with pytest.raises(UserError, match=f"holds a run with other settings: {name} "):
             check_same_run(state, config | {name: value}, tokenizer, tmp_path)
     message = "run_name 'shakespeare' -> 'other'; .*, or continue it: --run_name shakespeare --output_dir "
