@@ -111,6 +111,8 @@ def test_a_word_without_a_flag_is_shown_only_if_it_is_a_path():
     advice += "programs"
     assert refused("--dataset_name", "a.txt", "hf_secret") == f"unexpected argument{advice}"
     assert refused("--dataset_name", "a.txt", __file__) == f"unexpected argument: {__file__!r}{advice}"
+    recipe = str(ROOT / "recipe/configs/gpt2.yaml")  # as for nanoGPT
+    assert f"{recipe!r}; write --config VALUE" in refused(recipe)
 
 
 def test_values_of_a_recipe_are_read_as_they_are_written(recipe):

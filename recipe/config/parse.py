@@ -139,8 +139,9 @@ def _flags(words: list[str]) -> dict[str, str]:
     if name.startswith("--"):
         raise UserError(f"unknown {name!r}{hint(name.removeprefix('--'), FIELDS)}")
     path = f": {unknown_words[0]!r}" if os.path.exists(unknown_words[0]) else ""  # anything else may be a secret
+    flag = "--config" if name.endswith((".yaml", ".yml")) else "--NAME"
     raise UserError(
-        f"unexpected argument{path}; write --NAME VALUE, and quote a glob or a name with spaces; "
+        f"unexpected argument{path}; write {flag} VALUE, and quote a glob or a name with spaces; "
         "docs/migrating.md has the names in other programs"
     )
 
