@@ -52,6 +52,7 @@ _NOT_TEXT = {
     b"\xfe\xff": "text in UTF-16: convert it by iconv -f UTF-16 -t UTF-8 FILE > NEW",
 }
 _BINARY = (".parquet", ".arrow")
+_ROWS = 16  # of a parquet file to read at once: one may have some MB
 _JSON_FORMAT = "expected one object per line, or in .json an array of objects"
 
 Content = str | np.ndarray  # of a piece, never empty: text, or token ids, (tokens,), of the tokenizer's type
@@ -257,8 +258,8 @@ class TextFiles:
         if suffix == ".parquet":
             with pq.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as file:  # else it loads a row group
                 self.column.check_is_in(file.schema_arrow.names, str(path))
-                columns, rows = [self.column.name], 0
-                for batch in file.iter_batches(_batch_rows(file, self.column.name), columns=columns, use_threads=False):
+                rows = 0
+                for batch in file.iter_batches(_ROWS, columns=[self.column.name], use_threads=False):
                     rows += len(batch)
                     end = start + path.stat().st_size * rows // file.metadata.num_rows
                     yield from self._rows_in(batch, path, end)
@@ -324,16 +325,6 @@ class TextFiles:
             self.position = start + packed_file.tell()
             yield chunk
             chunk = file.read(MAX_PIECE)
-
-
-def _batch_rows(file: pq.ParquetFile, column: str) -> int:
-    """How many rows to read at once: 64, or fewer if those would have more than 64 MB of a column."""
-    row_bytes = 1.0
-    for group in (file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)):
-        chunks = (group.column(i) for i in range(group.num_columns))
-        size = sum(chunk.total_uncompressed_size for chunk in chunks if chunk.path_in_schema.split(".")[0] == column)
-        row_bytes = max(row_bytes, size / max(1, group.num_rows))
-    return max(1, min(64, int((1 << 26) / row_bytes)))
 
 
 def _size_of(path: Path) -> int:
