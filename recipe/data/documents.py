@@ -1,7 +1,6 @@
 """Reads documents from local text files, and tokenizes documents. A document is a .txt file, a JSON object or a row of
 a table; a literal end-of-text splits any of these into several documents."""
 
-import codecs
 import csv
 import hashlib
 import io
@@ -241,12 +240,9 @@ class TextFiles:
             file_start = {"document": document_count, "state": number} if number else None
             try:
                 with reading(path, "copy or download it again" if text_suffix(path) in _BINARY else _WAY_OUT):
-                    try:
-                        for piece_number, content in self._pieces_in(path, self._starts[number]):
-                            document_count += piece_number == 0
-                            yield Piece(document_count - 1, content, file_start, piece_number > 0)
-                    except UnicodeDecodeError as error:  # whose position is that in a part of the file
-                        raise _not_utf8(path, error) from None
+                    for piece_number, content in self._pieces_in(path, self._starts[number]):
+                        document_count += piece_number == 0
+                        yield Piece(document_count - 1, content, file_start, piece_number > 0)
             except UserError as error:
                 if len(self.paths) > 1:
                     raise UserError(f"{error} (a quoted glob can name the files without this one)") from error.__cause__
@@ -358,21 +354,6 @@ def _rows_of(file: io.TextIOWrapper, column: Column, path: Path) -> Iterator[tup
     except csv.Error as error:
         location = f"{path}, line {table.reader.line_num}"
         raise UserError(f"{location}: {error}; is a quote not closed, or the file cut short?") from None
-
-
-def _not_utf8(path: Path, error: UnicodeDecodeError) -> Exception:
-    """The error for a byte that is not UTF-8, with its line; `error` itself if the file does not consist of lines."""
-    if text_suffix(path) in _BINARY:
-        return error
-    line = 1
-    with pa.input_stream(str(path), PACKED.get(path.suffix.lower())) as file:
-        try:
-            for text in codecs.iterdecode(iter(lambda: file.read(MAX_PIECE), b""), "utf-8"):
-                line += text.count("\n")
-        except UnicodeDecodeError as again:
-            line += again.object.count(b"\n", 0, again.start)
-            return ValueError(f"not UTF-8: byte {again.object[again.start]:#x} in line {line}")
-    return error
 
 
 def _parse_json(line: str, location: str):

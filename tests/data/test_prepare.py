@@ -445,10 +445,8 @@ def zipped(data: bytes) -> bytes:
         (
             "d.txt",
             b"caf\xe9",
-            r" cannot be read \(not UTF-8: byte 0xe9 in line 1\); .* iconv -f ENCODING -t UTF-8 .* -c .*drops",
+            r" cannot be read \(not UTF-8: byte 0xe9\); .* iconv -f ENCODING -t UTF-8 .* -c .*drops",
         ),
-        ("d.csv", b"text\n" + (b"plain " * 60 + b"\n") * 5000 + b"caf\xe9\n", r"not UTF-8: byte 0xe9 in line 5002\)"),
-        ("d.txt.gz", zipped("naïve\n".encode() * 300_000 + "é".encode()[:1]), r"UTF-8: byte 0xc3 in line 300001\)"),
         ("d.txt", "plain".encode("utf-16"), r" is text in UTF-16: convert it by iconv -f UTF-16 -t UTF-8 FILE > NEW$"),
         ("d.txt", b"\xfe\xff\0p", r" is text in UTF-16: convert it by iconv -f UTF-16 -t UTF-8 FILE > NEW$"),
         (
@@ -458,7 +456,7 @@ def zipped(data: bytes) -> bytes:
         ),
         ("d.txt.xz", lzma.compress(b"plain"), r" is compressed by xz: unpack it by xz -dk$"),
         ("d.txt", b"plain " * 400 + bytes(2000), r" cannot be read \(it holds NUL characters\)"),
-        ("d.txt", zipped(b"plain"), r" cannot be read \(not UTF-8: byte 0x8b in line 1\); .* Unpack it, or convert it"),
+        ("d.txt", zipped(b"plain"), r" cannot be read \(not UTF-8: byte 0x8b\); .* Unpack it, or convert it"),
         ("d.txt.zst", b"nonsense", " cannot be read"),
         ("d.tar.gz", zipped(b"a.txt" + bytes(507) + b"text" * 9000), r" cannot be read \(it holds NUL .* unpack it"),
         ("d.txt", b"\xef\xbb\xbf", "holds no text"),
