@@ -56,16 +56,14 @@ class ShardReader:
                 raise UserError(f"{path}: {size:,} bytes for tokens of two each: the file was cut short; copy it again")
             return UINT16, 0, size // UINT16.itemsize
         magic, version, count = np.frombuffer(header.ljust(HEADER_BYTES, b"\0"), "<i4")[:3].tolist()
-        magics = {number: (dtype, known) for dtype, (number, known) in FORMATS.items()}
-        if magic not in magics:
+        dtype = next((dtype for dtype, numbers in FORMATS.items() if numbers == (magic, version)), None)
+        if dtype is None:
+            starts = " or ".join(f"{number}, {known}" for number, known in FORMATS.values())
             raise UserError(
-                f"{path}: not a shard of llm.c (it begins with {magic}, not {' or '.join(map(str, magics))}) or "
-                "nanoGPT; perhaps of another tokenizer, type (without a header uint16 is read) or byte order. Prepare "
-                "the text: python -m recipe.data.prepare --dataset_name TEXT"
+                f"{path}: not a shard of llm.c (it begins with {magic}, {version}, not {starts}) or nanoGPT; perhaps "
+                "of another tokenizer, type (without a header uint16 is read) or byte order. Prepare the text: python "
+                "-m recipe.data.prepare --dataset_name TEXT"
             )
-        dtype, known = magics[magic]
-        if version != known:
-            raise UserError(f"{path}: a shard of llm.c's version {version}; only {known} is read: prepare it again")
         if size != HEADER_BYTES + count * dtype.itemsize:
             raise UserError(
                 f"{path}: the header gives {count} tokens ({count * dtype.itemsize} bytes), but {size - HEADER_BYTES} "
