@@ -544,13 +544,6 @@ def test_progress_of_documents_held_out_is_not_that_of_the_training_text(tmp_pat
         assert percentages[-1] == 100
 
 
-def test_the_speed_of_preparing_a_short_text_is_not_zero(tmp_path, capsys):
-    set_up_logging()
-    (tmp_path / "d.txt").write_text(TEXT[:2000])
-    prepare(data_of(tmp_path / "d.txt", tmp_path / "out"))
-    assert re.search(r" \([1-9][\d.]* k? ?tokens/s\)", capsys.readouterr().out)
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="needs /proc")
 def test_memory_does_not_grow_with_the_text(tmp_path):

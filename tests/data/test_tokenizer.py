@@ -1,6 +1,5 @@
 """GPT-2's tokenizer: tiktoken and transformers give the same ids, and training text is never parsed."""
 
-import gc
 import random
 import tempfile
 import threading
@@ -99,27 +98,6 @@ def test_text_is_tokenized_on_the_cores_that_a_container_may_use(tmp_path, monke
     next(reader)
     assert len(set(threading.enumerate()) - before) == 2
     reader.close()
-
-
-def test_an_abandoned_reader_is_collected_without_waiting_for_a_thread():
-    """As after an error. The collection may come while its thread holds the lock of threads that start and end, which
-    the end of a thread that is waited for needs, until Python 3.13."""
-    reader = tokenized((Piece(i, "word " * 40_000, None) for i in range(100)), open_tokenizer("gpt2"))
-    next(reader)
-    cycle: list = [reader]
-    cycle.append(cycle)
-    del reader, cycle
-    is_locked, is_collected = threading.Event(), threading.Event()
-
-    def collect():
-        is_locked.wait()
-        gc.collect()
-        is_collected.set()
-
-    threading.Thread(target=collect, daemon=True).start()
-    with getattr(threading, "_shutdown_locks_lock", threading.Lock()):
-        is_locked.set()
-        assert is_collected.wait(60)
 
 
 def test_a_tokenizer_is_trained_on_text_without_blanks_in_seconds(tmp_path):
