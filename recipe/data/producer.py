@@ -177,8 +177,6 @@ class Producer:
         number = len(entries) if on_disk else 0
         while self.make("val", number):
             number += 1
-        if self._spread and not self.manifest.of("val"):  # files hold fewer documents than there are files
-            self.manifest.options["validation"], self._spread = "the end", False
 
     def make(self, split: str, number: int) -> bool:
         """Makes a shard, unless the text ends before it; returns whether more of the split may follow. Raises UserError
