@@ -37,7 +37,7 @@ from recipe.model.build import build_model
 from recipe.utils.errors import UserError
 from tests import processes
 from tests.conftest import ROOT, SHAKESPEARE, TINY, by_step, flags, ok, refused, run_train, tiny_flags
-from tests.data import TEXT, data_of, tokens_in, write_jsonl, write_shard
+from tests.data import TEXT, data_of, tokens_in, write_jsonl
 
 VOCABULARY, END = 600, "<|done|>"
 # A special token as text, spaces, and characters of up to four bytes that the training text does not have
@@ -239,8 +239,9 @@ START = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", VOCABULA
 START_AND_END = processors.RobertaProcessing(("<s>", VOCABULARY), ("<s>", VOCABULARY), add_prefix_space=False)
 
 
-@pytest.mark.parametrize("template", [START, START_AND_END])
-@pytest.mark.parametrize("tokenizer_class", ["PreTrainedTokenizerFast", "RobertaTokenizer"])
+@pytest.mark.parametrize(
+    ("template", "tokenizer_class"), [(START, "PreTrainedTokenizerFast"), (START_AND_END, "RobertaTokenizer")]
+)
 def test_a_prompt_has_no_token_that_training_did_not(tmp_path, template, tokenizer_class):
     """In transformers, with the tokenizer of a checkpoint; that of Llama 3 adds a start to each text, RoBERTa's an end
     too."""
@@ -398,21 +399,6 @@ def test_nanogpts_files_of_a_vocabulary_larger_than_gpt2s_are_read(tmp_path):
     assert windows[0].tolist() == ids[1][:33].tolist()
     command = tiny_flags(tmp_path, tmp_path / "gpt2")
     assert "train.bin: not a shard of llm.c" in refused(run_train(*command, cwd=tmp_path))
-
-
-def test_files_of_another_type_than_a_vocabulary_needs_are_refused(tmp_path, in_process):
-    """GPT-2's of llm.c; and nanoGPT's of 32 bits, which look like twice as many tokens of 16."""
-    tokenizer, ids = save(large_tokenizer(70_000), tmp_path / "large"), np.arange(66_000, 70_000, dtype=np.uint32)
-    messages = {"gpt2": "its tokens have 16 bits, too few for a vocabulary of 70,000", "nano": "not a shard of llm.c"}
-    for name, message in messages.items():
-        (tmp_path / name).mkdir()
-        for split, start in ("train", 1), ("val", 2):
-            path = tmp_path / name / f"{split}.bin"
-            write_shard(path, ids[start:] - 60_000) if name == "gpt2" else ids[start:].tofile(path)
-        argv = tiny_flags(tmp_path / name, tmp_path / "run", tokenizer=tokenizer)
-        assert f"train.bin: {message}" in refused(in_process([*argv, "--dry_run"]))
-        with pytest.raises(UserError, match=message):
-            shard_windows(str(tmp_path / name), 32, 70_000)
 
 
 def test_weights_of_another_vocabulary_are_refused(trained_run, tmp_path):

@@ -61,6 +61,16 @@ def test_a_file_that_is_no_shard_is_refused(tmp_path, content, message):
         ShardReader(tmp_path / "a.bin")
 
 
+def test_files_of_fewer_bits_than_a_vocabulary_needs_are_refused(tmp_path):
+    """GPT-2's of llm.c; and nanoGPT's of 32 bits, which look like twice as many tokens of 16."""
+    write_shard(tmp_path / "gpt2.bin", GOOD)
+    np.arange(66_000, 70_000, dtype=np.uint32).tofile(tmp_path / "nano.bin")
+    messages = {"gpt2": "its tokens have 16 bits, too few for a vocabulary of 70,000", "nano": "not a shard of llm.c"}
+    for name, message in messages.items():
+        with pytest.raises(UserError, match=rf"{name}\.bin: {message}"):
+            ShardReader(tmp_path / f"{name}.bin", 70_000)
+
+
 def test_shards_without_a_manifest_are_found_by_name(tmp_path):
     for name in ("fineweb_train_000002.bin", "fineweb_train_000001.bin", "fineweb_val_000000.bin"):
         write_shard(tmp_path / name, range(7))
