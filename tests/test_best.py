@@ -80,7 +80,7 @@ def test_the_recipe_gives_a_reason_for_each_value_and_the_loss_to_expect(searche
     assert not list(directory.glob("runs/*/.trial")), "trials are deleted"
     assert {path.name for path in (directory / "data/my-0.03h").iterdir()} == {".preparing.lock", "tokenizer"}
     (directory / "data/words.txt").write_text("some words")
-    assert text_files(str(directory / "data"))[0] == [directory / "data/words.txt"], "the tokenizer is not text"
+    assert text_files(str(directory / "data")).files == [directory / "data/words.txt"], "the tokenizer is not text"
 
 
 def test_its_recipe_is_trained_like_any_other_and_the_same_command_continues_the_run(searched, call_here, monkeypatch):

@@ -7,6 +7,7 @@ import json
 import os
 import re
 from pathlib import Path
+from typing import NamedTuple
 
 from recipe.config.fields import DATASETS, DataConfig
 from recipe.utils.errors import UserError
@@ -95,11 +96,19 @@ def text_suffix(path: Path) -> str:
     return suffix if suffix in TEXT_SUFFIXES else ""
 
 
-def text_files(name: str) -> tuple[list[Path], list[Path]]:
-    """The text files of a path, sorted, and the paths that are not read: links to a file that is read anyway, and below
-    a directory held-out splits, files with other suffixes, links to directories, and runs. A file that is named, or
-    matched by a glob, is text, unless it holds tokens. Hidden files, the data set's description, and directories of
-    shards are in neither list. Raises UserError for a directory that cannot be read."""
+class TextListing(NamedTuple):
+    """The text files of a path, sorted, and the paths that are not read."""
+
+    files: list[Path]
+    links: dict[Path, Path]  # {path: the first path of the same file}
+    splits: list[Path]  # held out, beside a training split
+    others: list[Path]  # below a directory: files with other suffixes, links to directories, and runs
+
+
+def text_files(name: str) -> TextListing:
+    """The text files of a path. A file that is named, or matched by a glob, is text, unless it holds tokens. Hidden
+    files, the data set's description, and directories of shards are not listed. Raises UserError for a directory that
+    cannot be read."""
     directory = Path(name)
     if not directory.is_dir():  # tests for a file first: its name may contain a bracket
         if directory.parent.is_dir():  # whose name may contain a bracket, too
@@ -109,7 +118,8 @@ def text_files(name: str) -> tuple[list[Path], list[Path]]:
         for path in sorted(paths, key=lambda path: len(path.parts)):  # ** follows links, also to a directory above
             by_place.setdefault((os.path.realpath(path.parent), path.name), path)
         files = sorted((path for path in by_place.values() if _is_file(path)), key=str)
-        return ([], []) if any(path.suffix in SUFFIXES for path in files) else _each_once(files)
+        texts, links = _each_once([] if any(path.suffix in SUFFIXES for path in files) else files)
+        return TextListing(texts, links, [], [])
     paths, runs = list[Path](), list[Path]()
     for parent, directories, names in os.walk(directory, onerror=_refuse):
         if MADE_HERE in names:  # shards made here, such as data/NAME in data/
@@ -129,19 +139,19 @@ def text_files(name: str) -> tuple[list[Path], list[Path]]:
     files = sorted((path for path in paths if _is_file(path) or path.is_symlink()), key=str)
     is_read = {path: bool(text_suffix(path)) and not path.is_dir() for path in files}
     texts, links = _each_once([path for path in files if is_read[path]])
-    splits = held_out(texts, directory)
+    splits = _held_out(texts, directory)
     others = [path for path in files if not is_read[path]]
-    return [path for path in texts if path not in splits], [*others, *runs, *links, *splits]
+    return TextListing([path for path in texts if path not in splits], links, [*splits], [*others, *runs])
 
 
-def _each_once(files: list[Path]) -> tuple[list[Path], list[Path]]:
-    """The first path of each file, and the other paths, which are links or lead through one."""
+def _each_once(files: list[Path]) -> tuple[list[Path], dict[Path, Path]]:
+    """The first path of each file, and {other path, which is a link or leads through one: the first}."""
     by_file: dict[str, Path] = {}
-    is_first = [by_file.setdefault(os.path.realpath(path), path) is path for path in files]
-    return [*by_file.values()], [path for path, first in zip(files, is_first, strict=True) if not first]
+    firsts = {path: by_file.setdefault(os.path.realpath(path), path) for path in files}
+    return [*by_file.values()], {path: first for path, first in firsts.items() if path is not first}
 
 
-def held_out(files: list[Path], directory: Path) -> dict[Path, str]:
+def _held_out(files: list[Path], directory: Path) -> dict[Path, str]:
     """{path: name below the directory} of the files that by this name belong to a held-out split, where others belong
     to a training split. Markdown belongs to none: training.md and testing.md are pages."""
     names = {path: os.path.relpath(path, directory) for path in files if text_suffix(path) != ".md"}
@@ -168,7 +178,7 @@ def is_text(name: str) -> bool:
     if not name or (directory / "manifest.json").exists() or shards_in(directory):
         return False
     shard_dirs = {path.parent for path in shards_in(directory, "*/*")}
-    return all((path / "manifest.json").exists() for path in shard_dirs) and bool(text_files(name)[0])
+    return all((path / "manifest.json").exists() for path in shard_dirs) and bool(text_files(name).files)
 
 
 def is_on_hub(name: str) -> bool:
@@ -185,13 +195,13 @@ def is_on_hub(name: str) -> bool:
 def unknown_data(name: str, field: str = "dataset_name") -> UserError:
     """The error for a name that is neither a path of text or shards nor a known data set."""
     if Path(name).is_dir():
-        texts, files = text_files(name)
+        texts, *_, others = text_files(name)
         if texts:
             problem = "holds text, but also .bin files without a manifest.json in a subdirectory"
             way_out = f"to read text alone, give a quoted glob, as '{name.rstrip('/')}/**/*{texts[0].suffix}'"
             return UserError(f"{field} {name}: {problem}; {way_out}")
-        others = f"; it holds {plural(len(files), 'other file')} {endings(files)}" if files else ""
-        problem = f"a directory without text or shards{others}"
+        note = f"; it holds {plural(len(others), 'other file')} {endings(others)}" if others else ""
+        problem = f"a directory without text or shards{note}"
         way_out = f"give {', '.join(TEXT_SUFFIXES)} (also {', '.join(PACKED)}) or .bin files; a quoted glob, as in "
         way_out += f"'{name.rstrip('/')}/*', reads files of any suffix as text"
     else:

@@ -6,7 +6,6 @@ import hashlib
 import io
 import json
 import logging
-import os
 import re
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -20,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from recipe.config.catalog import PACKED, TEXT_SUFFIXES, endings, held_out, text_files, text_suffix
+from recipe.config.catalog import PACKED, TEXT_SUFFIXES, endings, text_files, text_suffix
 from recipe.data.shards import Manifest
 from recipe.data.tokenizer import GPT2Tokenizer
 from recipe.utils.errors import UserError, reading
@@ -191,7 +190,8 @@ class TextFiles:
     def __init__(self, name: str, column: Column):
         """`name` is a file, a glob or a directory; `paths` is empty if no text file matches. `size` is the
         number of bytes, and `position` that of the bytes read. Raises UserError for a broken link."""
-        (self.paths, self._skipped), self.column, self._name = text_files(name), column, name
+        self._listing, self.column, self._name = text_files(name), column, name
+        self.paths = self._listing.files
         self._starts = [0, *accumulate(map(_size_of, self.paths))]
         self.size, self.position = self._starts[-1], 0
 
@@ -213,17 +213,15 @@ class TextFiles:
 
     def pin(self, manifest: Manifest) -> None:
         """Logs which files are skipped; there is no commit to pin."""
-        by_file = {os.path.realpath(path): path for path in self.paths}
-        if links := [path for path in self._skipped if os.path.realpath(path) in by_file]:
-            names = [f"{path} is {by_file[os.path.realpath(path)]}" for path in links]
-            message = "data       %s skipped, since the files are read anyway: %s"
+        _, links, splits, others = self._listing
+        if links:
+            names = [f"{path} is {file}" for path, file in links.items()]
+            message = "data       %s skipped, since each file is read only once: %s"
             logger.warning(message, plural(len(links), "link"), some(names, 3))
-        skipped, directory = [p for p in self._skipped if os.path.realpath(p) not in by_file], Path(self._name)
-        splits = held_out([*self.paths, *filter(text_suffix, skipped)], directory) if directory.is_dir() else {}
         if splits:
             message = "data       not trained on, as it is beside a training split: %s; val_data or a glob can name it"
             logger.warning(message, some(map(str, splits), 1))
-        if others := [path for path in skipped if path not in splits]:
+        if others:
             kinds = f"{endings(others)} ({', '.join(TEXT_SUFFIXES)} are read)"
             logger.info("data       %s skipped: %s", plural(len(others), "file"), kinds)
 

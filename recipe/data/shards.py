@@ -258,7 +258,7 @@ def _files_of(name: str, split: str) -> list[Path]:
     matches = [path for path in files if split in path.name or not directory.is_dir()]
     if not matches:
         way_out = "prepare the text: python -m recipe.data.prepare --dataset_name TEXT"
-        if texts := text_files(name)[0]:
+        if texts := text_files(name).files:
             way_out = f"to use its text alone, name '{directory}/*{texts[0].suffix}'"
         way_out += "; or name validation files in val_data" if split == "val" else ""
         raise UserError(

@@ -467,7 +467,7 @@ def test_a_subdirectory_that_cannot_be_read_is_an_error(tmp_path, monkeypatch):
         return scandir(path)
 
     monkeypatch.setattr(os, "scandir", refusing)  # root may read everything
-    assert {path.parent.name for path in text_files(str(tmp_path / "books"))[0]} == {"part-1", "part-2"}
+    assert {path.parent.name for path in text_files(str(tmp_path / "books")).files} == {"part-1", "part-2"}
     denied.add("part-2")
     with pytest.raises(UserError, match=r"books/part-2: Permission denied; make it readable, or move it away"):
         parse_config([f"--dataset_name={tmp_path / 'books'}"])
@@ -481,10 +481,10 @@ def test_no_text_is_skipped_silently_or_read_twice(tmp_path):
         (tmp_path / name).write_text(TEXT)
     (tmp_path / "b/aa").symlink_to(".")
     (tmp_path / "b/same.md").symlink_to("guide.md")
-    texts, others = text_files(str(tmp_path))
-    assert texts == [tmp_path / "a/README.md", tmp_path / "b/guide.md"]
-    assert others == [tmp_path / name for name in ("b/aa", "hub/vectors.npy", "logs", "b/same.md")]
-    assert text_files(f"{tmp_path}/b/**/*.md") == ([tmp_path / "b/guide.md"], [tmp_path / "b/same.md"])
+    links = {tmp_path / "b/same.md": tmp_path / "b/guide.md"}
+    others = [tmp_path / name for name in ("b/aa", "hub/vectors.npy", "logs")]
+    assert text_files(str(tmp_path)) == ([tmp_path / "a/README.md", tmp_path / "b/guide.md"], links, [], others)
+    assert text_files(f"{tmp_path}/b/**/*.md") == ([tmp_path / "b/guide.md"], links, [], [])
     assert is_text(str(tmp_path))
 
 
@@ -492,7 +492,7 @@ def test_names_with_brackets_and_long_ones_are_those_of_files(tmp_path):
     (tmp_path / "a [1]").mkdir()
     for name in ("words.txt", "b [2].txt", f"{'語' * 83}.txt"):
         (tmp_path / "a [1]" / name).write_text(TEXT)
-    assert text_files(f"{tmp_path}/a [1]/w*.txt")[0] == [tmp_path / "a [1]/words.txt"]
+    assert text_files(f"{tmp_path}/a [1]/w*.txt").files == [tmp_path / "a [1]/words.txt"]
     for name, start in (("b [2].txt", "b-2-"), ("w*.txt", "a-1-"), (f"{'語' * 83}.txt", "語" * 66 + "-")):
         data = parse_config([f"--dataset_name={tmp_path}/a [1]/{name}"]).data
         assert Path(data.dataset_name).name.startswith(start)
@@ -512,5 +512,5 @@ def test_a_link_to_a_text_that_is_read_anyway_is_a_warning_and_not_more_text(wor
     _, _, data = opened(f"--dataset_name={name}")
     expected = tokens_of([TEXT[:4000], TEXT[4000:6000]])
     assert tokens_in(data.dataset_name, "train") + tokens_in(data.dataset_name, "val") == expected
-    warning = "1 link skipped, since the files are read anyway: texts/latest.txt is texts/2024.txt"
+    warning = "1 link skipped, since each file is read only once: texts/latest.txt is texts/2024.txt"
     assert caplog.text.count("skipped") == caplog.text.count(warning) == 1
