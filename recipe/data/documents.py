@@ -47,7 +47,6 @@ _NOT_TEXT = {
     b"%PDF-": "a PDF: convert it by pdftotext",
     b"\xfd7zXZ": "compressed by xz: unpack it by xz -dk",
     b"\xff\xfe": "text in UTF-16: convert it by iconv -f UTF-16 -t UTF-8 FILE > NEW",
-    b"\xfe\xff": "text in UTF-16: convert it by iconv -f UTF-16 -t UTF-8 FILE > NEW",
 }
 _BINARY = (".parquet", ".arrow")
 _ROWS = 16  # of a parquet file to read at once: one may have some MB
