@@ -20,7 +20,6 @@ def evaluate(
     """The output of lm_eval.simple_evaluate, "samples" included. `limit` is in rows per task; `include` is a directory
     with the YAML files of more tasks. Raises UserError for an unknown task, OSError for data that cannot be loaded."""
     import lm_eval
-    from jinja2 import TemplateError
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
@@ -39,11 +38,6 @@ def evaluate(
         return lm_eval.simple_evaluate(lm, tasks=tasks, task_manager=manager, limit=limit, bootstrap_iters=1000)
     except AssertionError as error:  # as for a text that is longer than the model's positions
         reason = f"lm-eval refuses a model of {loaded.n_positions} positions: {first_line(error)}"
-        raise common.UserError(f"--tasks {','.join(tasks)}: {reason}") from error
-    except (KeyError, TypeError, ValueError, TemplateError) as error:
-        if not include:
-            raise
-        reason = f"lm-eval cannot use a task in {include} ({type(error).__name__}: {first_line(error)})"
         raise common.UserError(f"--tasks {','.join(tasks)}: {reason}") from error
 
 
