@@ -219,8 +219,6 @@ def _read(name: str, directory: Path | None, dtype: torch.dtype) -> tuple:
     if getattr(config, "activation_function", "") == "gelu_new":
         # The same formula in one operation instead of seven; saves a fifth of a forward pass on a CPU.
         config.activation_function = "gelu_pytorch_tanh"
-    if directory and not any(re.search(r"token|vocab|merges|spiece", path.name) for path in directory.iterdir()):
-        raise UserError("no tokenizer files, such as tokenizer.json (GPT-2's are in openai-community/gpt2)")
     tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     options = {"config": config, "dtype": dtype, "output_loading_info": True}
     options |= {"use_safetensors": True, "trust_remote_code": False}
@@ -236,7 +234,7 @@ def _problem_of(model: Any, tokenizer: Any, info: dict) -> str:
     """Why the model must not get a score, or "": transformers substitutes an empty tokenizer or random weights for
     missing ones."""
     if tokenizer is None or len(tokenizer) < 2:
-        return "no tokenizer files, such as tokenizer.json, beside the weights"
+        return "no tokenizer files, such as tokenizer.json, beside the weights (GPT-2's: openai-community/gpt2)"
     if missing_keys := sorted(info["missing_keys"]):
         return f"the file lacks {len(missing_keys)} of the model's weights, among them {missing_keys[0]}"
     # torch cannot tell of eight bits whether they are finite

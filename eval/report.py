@@ -39,8 +39,6 @@ def main() -> None:
     if len({run.name for run in runs}) < len(runs):  # sweep-1/a and sweep-2/a
         runs = [replace(run, name=str(run.directory)) for run in runs]
     out = (args.out or runs[0].directory / "report").expanduser()
-    if out.exists() and not out.is_dir():
-        raise common.UserError(f"--out {out} is a file. Name a directory")
     with writing(out, "name another directory with --out"):
         out.mkdir(parents=True, exist_ok=True)
     for run, findings in zip(runs, write_report(runs, out), strict=True):

@@ -34,10 +34,6 @@ def generate(loaded: common.Loaded, prompt: str, args: argparse.Namespace) -> li
     """
     tokenizer, positions = loaded.tokenizer, loaded.n_positions
     prompt_ids = tokenizer.encode(prompt, add_special_tokens=False, verbose=False) or [tokenizer.eos_token_id]
-    if prompt_ids == [None]:
-        raise common.UserError(
-            "the tokenizer has no end-of-text token, with which an empty prompt starts: give a --prompt"
-        )
     room = positions - len(prompt_ids)
     n_new = min(args.max_new_tokens, room if room > 0 else positions - 1)
     context_ids = prompt_ids[-(positions - n_new) :]
@@ -109,8 +105,6 @@ def main() -> None:
         raise common.UserError(f"--temperature {args.temperature:g}: must be 0 or at least 0.001")
     if args.top_k < 0 or not 0 < args.top_p <= 1:
         raise common.UserError("--top_k must not be negative, and --top_p must lie in (0, 1]")
-    if not 0 <= args.seed < 2**63 - args.num_samples:
-        raise common.UserError(f"--seed {args.seed}: must be from 0 to 2^63")
     if args.interactive and args.prompt is not None:
         raise common.UserError("--interactive reads its prompts: remove --prompt")
     loaded = common.load(args)

@@ -360,9 +360,6 @@ def test_a_text_starts_from_end_of_text_without_a_prompt_and_ends_at_one(loaded,
     texts, screen = sampled(ending, capsys, prompt="A")
     assert texts == [loaded.tokenizer.decode(drawn[:2])]
     assert screen == f"\nA{texts[0]}\n\n"
-    tokenizer.eos_token = None
-    with pytest.raises(common.UserError, match=r"has no end-of-text token, .*: give a --prompt"):
-        sampled(ending, capsys, prompt="")
 
 
 def test_interactive_continues_what_is_piped_in(loaded, model_dir, command, tmp_path, monkeypatch, capsys):
@@ -543,16 +540,7 @@ def test_a_head_of_its_own_is_evaluated(model_dir, tmp_path):
 
 def test_a_file_of_something_else_is_not_overwritten_with_results(tmp_path):
     path = tmp_path / "results.json"
-    for content in (
-        "[1, 2]",
-        '{"loss": 3.1}',
-        '{"a": {"scores": 5}}',
-        '{"compare": {}}',
-        '{"compare": null}',
-        '{"a": {"model": "\\u0000"}}',
-        '{"a": {"scores": [{}]}}',
-        "x",
-    ):
+    for content in ("x", '{"loss": 3.1}', '{"compare": {}}', '{"a": {"scores": [{}]}}'):
         path.write_text(content)
         with pytest.raises(common.UserError, match="not the results of an evaluation"):
             common.write_results(path, "perplexity", {})
@@ -634,12 +622,10 @@ def test_an_interrupt_and_out_of_memory_print_no_traceback(error, code, message,
         (hellaswag, ["runs/absent"], "runs/absent"),
         (perplexity, ["MODEL"], "--data DIR"),
         (perplexity, ["MODEL", "--sequence_length", "65"], "must be from 2 to 64"),
-        (sample, ["MODEL", "--top_p", "0"], "--top_p"),
         (sample, ["MODEL", "--top_p", "1.1"], "--top_p must lie in (0, 1]"),
         (sample, ["MODEL", "--top_k", "-1"], "--top_k must not be negative"),
         (sample, ["MODEL", "--interactive", "--prompt", "x"], "--interactive reads its prompts: remove --prompt"),
         (sample, ["MODEL", "--temperature", "1e-45"], "must be 0 or at least 0.001"),
-        (sample, ["MODEL", "--seed", "99999999999999999999999"], "must be from 0 to 2^63"),
         (sample, ["MODEL", "--output", "results.json"], "--output"),
         (hellaswag, ["MODEL", "--output", "absent/results.json"], "absent: not a directory"),
         (hellaswag, ["MODEL", "hf_" + 30 * "a"], "arguments: ***"),
