@@ -141,7 +141,6 @@ def drop_field(state) -> None:
 FORGERIES = {  # functions of the run, and what the audit prints
     "val_loss": (change_line(20, val_loss=5.0), "val_loss of step 20 is 5"),
     "val_loss removed": (change_line(20, val_loss=None), "val_loss of step 20 is missing"),
-    "loss": (change_line(20, loss=2.0), "loss of step 20 is 2"),
     "another sentence": (change_line(20, loss="\x1b[K\r\n\ud800step 15"), "of step 20 is \\x1b[K \\ud800step 15, and "),
     "NaN": (change_line(20, loss=float("nan")), "loss of step 20 is nan"),
     "invented": (change_line(20, hellaswag_llmc_acc=0.99), "hellaswag_llmc_acc of step 20 is 0.99"),
@@ -151,15 +150,8 @@ FORGERIES = {  # functions of the run, and what the audit prints
     ),
     "gradient norm": (change_line(20, grad_norm=0.1), "grad_norm of step 20 is 0.1"),
     "learning rate": (change_line(20, learning_rate=1e-4), "learning_rate of step 20 is 0.0001"),
-    "tokens": (change_line(20, tokens=10**6), "tokens of step 20 is 1000000"),
-    "skipped steps": (change_line(20, skipped_steps=3), "skipped_steps of step 20 is 3"),
     "a loss before": (change_line(18, loss=2.0), "the lines of metrics.jsonl before step 20"),
     "no log": (lambda run: (run / "metrics.jsonl").unlink(), "the lines of metrics.jsonl before step 20"),
-    "line deleted": (lambda run: write_lines(run, [n for n in metrics(run) if n["step"] != 18]), "before step 20"),
-    "line invented": (
-        lambda run: write_lines(run, sorted([*metrics(run), metrics(run)[-2] | {"step": 17}], key=lambda n: n["step"])),
-        "before step 20",
-    ),
     "line twice": (lambda run: write_lines(run, [*metrics(run), metrics(run)[-1]]), "lines of step 20 is 2, and 1 in"),
     "NaN weight": (lambda run: change_weight(run / "step_00000020", float("nan")), WEIGHT),
     "a weight": (lambda run: change_weight(run / "step_00000020", 1.0), WEIGHT),
@@ -513,12 +505,9 @@ def test_altered_data_are_found_at_their_step(shards, tmp_path, capsys, forked):
 @pytest.mark.parametrize(
     ("run", "replay", "is_other"),
     [
-        ({"train_text": "a/b", "dataset_config": "x"}, {"train_text": "a/b", "dataset_config": "x"}, False),
         ({"train_text": "a/b", "dataset_config": "x"}, {"train_text": "a/b", "dataset_config": "y"}, True),
         ({"train_text": "a/b"}, {"train_text": "a/b", "dataset_split": "y"}, True),
         ({"train_text": "a/b", "commit": "12"}, {"train_text": "a/b", "commit": "34"}, False),  # prepared again
-        ({"train_text": "a/b"}, {"files": [{"name": "b.txt"}]}, True),
-        ({"files": [{"name": "a.txt", "sha256": "12"}]}, {"files": [{"name": "b.txt", "sha256": "34"}]}, True),
         ({"files": [{"name": "a.txt", "sha256": "12"}]}, {"files": [{"name": "b.txt", "sha256": "12"}]}, True),
         ({"files": [{"name": "a.txt", "mtime_ns": 1}]}, {"files": [{"name": "a.txt", "mtime_ns": 2}]}, False),
         ({"train_text": "a/b"}, {"shards": "data/b"}, False),  # prepared elsewhere, without a manifest
