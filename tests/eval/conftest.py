@@ -49,10 +49,11 @@ def local_tasks(directory: Path, **rows: list[dict]) -> Path:
 
 @pytest.fixture
 def command(monkeypatch):
-    """module, arguments: runs the module's main function on the CPU."""
+    """module, arguments: runs the module's main function, on the CPU if it takes a device."""
 
     def run(module, *arguments) -> None:
-        monkeypatch.setattr(sys, "argv", [module.__name__, *map(str, arguments), "--device", "cpu"])
+        device = [] if module.__name__ == "eval.report" else ["--device", "cpu"]
+        monkeypatch.setattr(sys, "argv", [module.__name__, *map(str, arguments), *device])
         module.main()
 
     return run

@@ -149,7 +149,7 @@ def test_more_runs_than_colors_can_be_told_apart(tmp_path):
             assert len(looks) == len(lines) == 8
 
 
-def test_the_settings_of_a_sweep_and_its_losses_over_seeds(tmp_path, monkeypatch, capsys):
+def test_the_settings_of_a_sweep_and_its_losses_over_seeds(tmp_path, command, capsys):
     """A run without a checkpoint, whose settings are unknown, hides nothing, and one given twice is one."""
     directories = [*write_sweep(tmp_path), tmp_path / "run-0", write_run(tmp_path / "new", lines_of()[:2])]
     rows = report.differing_settings([curves.read_run(directory) for directory in directories])
@@ -157,8 +157,7 @@ def test_the_settings_of_a_sweep_and_its_losses_over_seeds(tmp_path, monkeypatch
     columns = {name: [*values] for name, *values in rows[1:]}
     assert columns.keys() == {"optim", "learning_rate", "seed"}
     assert columns["seed"] == ["1", "2"] * 4 + ["1", ""]
-    monkeypatch.setattr("sys.argv", ["report", *map(str, directories[:9]), "--out", str(tmp_path / "report")])
-    report.main()
+    command(report, *directories[:9], "--out", tmp_path / "report")
     printed, page = capsys.readouterr().out, (tmp_path / "report" / "report.html").read_text()
     for loss, (optim, rate, _) in zip(("5.0100", "5.1100", "5.2100", "5.3100"), SWEEP[::2], strict=True):
         row = ["2", loss, "0.0141", f"learning_rate {rate}, optim {optim}"]
@@ -175,13 +174,12 @@ def test_the_curves_of_16_runs_have_room_below_their_legend(tmp_path):
     assert all(axes.get_position().height * figure.get_figheight() > 1.5 for axes in figure.axes)  # inches
 
 
-def test_runs_in_directories_of_one_name_are_called_by_their_paths(tmp_path, monkeypatch, capsys):
+def test_runs_in_directories_of_one_name_are_called_by_their_paths(tmp_path, command, monkeypatch, capsys):
     for parent in ("sweep-1", "sweep-2"):
         write_run(tmp_path / parent / "a", lines_of())
     monkeypatch.chdir(tmp_path)
     for runs, names in ((["sweep-1/a"], ["a"]), (["sweep-1/a", "sweep-2/a"], ["sweep-1/a", "sweep-2/a"])):
-        monkeypatch.setattr("sys.argv", ["report", *runs, "--out", "report"])
-        report.main()
+        command(report, *runs, "--out", "report")
         lines = [line.split(": validation loss ") for line in capsys.readouterr().out.splitlines()]
         loss = f"{lines_of()[-1]['val_loss']:.4f} after "
         assert [line[0] for line in lines if line[1:] and line[1].startswith(loss)] == names
@@ -275,15 +273,14 @@ def test_an_interval_is_that_of_the_rows_that_were_scored(tmp_path):
     assert f"0.2500 ± {ci95(0.25, 1000):.4f} (1,000 rows)" in str(report.summarize([curves.read_run(run)]))
 
 
-def test_the_page_is_self_contained_and_has_no_active_content(tmp_path, monkeypatch, capsys):
+def test_the_page_is_self_contained_and_has_no_active_content(tmp_path, command, capsys):
     hostile = '"><script src=https://example.org/x.js></script>'
     scores = [score(text_dataset(hostile), ("loss", "loss, nats per token"), 4.25, "by hand")]
     results = {"perplexity": {"scores": scores}}
     lines = lines_of()
     lines[-1] |= {"hellaswag_llmc_acc_norm": 0.3, "hellaswag_lmeval_acc_norm": 0.31, "sample": f"Hark, {hostile}"}
     run = write_run(tmp_path / "<b>run", lines, config_of(run_name=hostile, hellaswag_limit=100), results)
-    monkeypatch.setattr("sys.argv", ["report.py", str(run)])
-    report.main()
+    command(report, run)
     text = (run / "report" / "report.html").read_text()
     tags = re.findall(r"<(\w[^\s>]*)([^>]*)", text)
     assert not {tag for tag, _ in tags} & {"script", "link", "iframe", "object", "base", "b>run"}
@@ -300,14 +297,13 @@ def test_the_page_is_self_contained_and_has_no_active_content(tmp_path, monkeypa
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in (run / "report").glob("*.png"))
 
 
-def test_a_run_from_others_reaches_neither_the_terminal_nor_a_file_outside(tmp_path, monkeypatch, capsys):
+def test_a_run_from_others_reaches_neither_the_terminal_nor_a_file_outside(tmp_path, command, capsys):
     (mine := tmp_path / "mine").write_text("mine")
     run = write_run(tmp_path / "run", lines_of(), config_of(optim="\x1b[2J"))  # clears a terminal
     (run / "report").mkdir()
     for name in ("report.html", "loss.png"):
         (run / "report" / name).symlink_to(mine)
-    monkeypatch.setattr("sys.argv", ["report.py", str(run)])
-    report.main()
+    command(report, run)
     assert mine.read_text() == "mine"
     assert "at equal steps: optim \\x1b[2J (reference: muon)" in capsys.readouterr().out
 
@@ -325,18 +321,13 @@ def test_a_short_run_is_drawn_as_far_as_it_goes(lines, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["trainer_state", "results"])
-@pytest.mark.parametrize(
-    "text", ["", "{", "[1]", *(f'{{"config": {{}}, "engine": "", "about": {about}}}' for about in ("null", "[{}]"))]
-)
-def test_a_damaged_file_is_an_error_of_one_line(name, text, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("text", ["{", "[1]", '{"config": {}, "engine": "", "about": [{}]}'])
+def test_a_damaged_file_is_an_error_of_one_line(name, text, tmp_path, error_of):
     run = write_run(tmp_path / "run", lines_of()[:9], config_of(), {"hellaswag": {"scores": []}})
     (path,) = run.glob(f"step_*/{name}.json")
     path.write_text(text)
-    monkeypatch.setattr("sys.argv", ["report.py", str(run)])
-    with pytest.raises(SystemExit):
-        common.run_main(report.main)
     message = rf"error: {path} cannot be read \(.+\); .+\n|error: {path}: not .+\n"
-    assert re.fullmatch(message, capsys.readouterr().err)
+    assert re.fullmatch(message, error_of(report, run))
 
 
 # The diagnosis
