@@ -5,11 +5,9 @@ import re
 import statistics
 from itertools import zip_longest
 
+from benchmarks.scoreboard import published_rows
 from eval import published
-from eval.published import SIZES, SLOWER, SPEEDS, STYLES
-from recipe.config import ModelConfig
-from recipe.engine.hardware import peak_flops
-from recipe.estimate.memory import flops_per_token
+from eval.published import SLOWER, SPEEDS, STYLES
 from tests.conftest import ROOT
 
 # A line with one of these names is about what others published.
@@ -36,17 +34,10 @@ def tables() -> list[str]:
             lines.append(f"| {model} | {STYLES[style]} | " + " | ".join(f"{p:.4f}" if p else "" for p in pair) + " |")
     lines += [f"- {STYLES[style]}: {source}." for style, source in published.SOURCES.items()]
     lines += ["| machine | model | run | tokens/s | x first | MFU |", "|---|---|---|---|---|---|"]
-    for source in published.SPEED_SOURCES:
-        runs = [run for run in (*SLOWER, *SPEEDS) if run.run == source]
-        same_size = [run for run in runs if run.size == runs[0].size]
-        for run in runs:
-            layers, width = next(shape for shape, size in SIZES.items() if size == run.size)
-            flops = flops_per_token(ModelConfig(n_layer=layers, n_embd=width), 1024)
-            peak, gain = peak_flops(run.device), run.tokens_per_second / runs[0].tokens_per_second
-            mfu = f"{run.tokens_per_second * flops / (run.count * peak):.1%}" if peak else ""
-            speedup = f"{gain:,.1f}" if run in same_size and len(same_size) > 1 else ""
-            machine, speed = f"{run.count} x {run.device}", f"{run.tokens_per_second:,.0f}"
-            lines.append(f"| {machine} | {run.size} | {run.run}: {run.setup} | {speed} | {speedup} | {mfu} |")
+    for row in published_rows():  # of the scoreboard
+        run, speed = row["source"].removeprefix("published: "), f"{row['tokens_per_second']:,.0f}"
+        speedup, mfu = (f"{row['gain']:,.1f}" if row["gain"] else ""), (f"{row['mfu']:.1%}" if row["mfu"] else "")
+        lines.append(f"| {row['machine']} | {row['size']} | {run}: {row['name']} | {speed} | {speedup} | {mfu} |")
     return [*lines, *(f"- {run}: {source}." for run, source in published.SPEED_SOURCES.items())]
 
 
