@@ -662,7 +662,7 @@ def test_what_a_plan_without_trials_expects_is_within_its_error(size, tokens, un
 
 @pytest.mark.parametrize("processes", [1, 4])
 def test_a_size_is_compared_if_it_fits_each_processs_share_of_the_memory_with_a_margin(processes, monkeypatch):
-    """On CPUs, of whose memory 92 % may be used."""
+    """On CPUs, of whose memory 92 % may be used, or of a container's (tests/monitor/test_summary.py)."""
     monkeypatch.setattr("recipe.utils.machine.CGROUP", Path("no container"))
     strategy, size = open_strategy("fp32"), (12, 768)
     strategy.runtime.processes = Processes(world_size=processes, local_world_size=processes)
@@ -672,21 +672,6 @@ def test_a_size_is_compared_if_it_fits_each_processs_share_of_the_memory_with_a_
         monkeypatch.setattr("psutil.virtual_memory", lambda memory=memory: memory)
         *_, last = Forecaster(strategy, ENDLESS, 50257).forecasts(3600)
         assert (last.size, last.limit) == (largest, "memory")
-
-
-@pytest.mark.parametrize("file", ["memory.max", "memory/memory.limit_in_bytes"])
-def test_a_size_is_compared_if_it_fits_a_containers_memory(file, tmp_path, monkeypatch):
-    """Which counts what this process has taken already. The kernel ends a process that exceeds it."""
-    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=10**12))
-    monkeypatch.setattr("recipe.utils.machine.CGROUP", tmp_path)
-    strategy, taken = open_strategy("fp32"), 5 * 10**8
-    needed = forecast.memory_of((12, 768), 50257, strategy)
-    monkeypatch.setattr("psutil.Process", lambda: SimpleNamespace(memory_info=lambda: SimpleNamespace(rss=taken)))
-    (tmp_path / file).parent.mkdir(exist_ok=True)
-    for limit, largest in ((taken + needed, (10, 512)), (taken + 2 * needed, (12, 768)), ("max", (48, 1600))):
-        (tmp_path / file).write_text(f"{limit}\n")
-        *_, last = Forecaster(strategy, ENDLESS, 50257).forecasts(3600)
-        assert last.size == largest, limit
 
 
 @pytest.mark.parametrize(("rate", "power"), [(100.0, 1), (1e7, 0)])

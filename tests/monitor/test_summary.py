@@ -49,15 +49,18 @@ def test_other_programs_slow_a_run_only_where_they_leave_too_few_cores(quota, is
     assert notes == ["other programs use 30.0 of 64 cores, which slows this run"] * is_slowed
 
 
-def test_a_run_that_does_not_fit_a_cpus_memory_says_so_before_the_kernel_ends_it(tmp_path, monkeypatch):
-    """124M parameters take 2 GB of state alone, of which a container has 1.5."""
+@pytest.mark.parametrize("file", ["memory.max", "memory/memory.limit_in_bytes"])
+def test_a_run_that_does_not_fit_a_cpus_memory_says_so_before_the_kernel_ends_it(file, tmp_path, monkeypatch):
+    """124M parameters take 2 GB of state alone, of which a container leaves 1.5 beside this process."""
     config, strategy = parse_config(["--config=gpt2", "--micro_batch_size=1"]), cpu_strategy()
     monkeypatch.setattr("recipe.utils.machine.CGROUP", tmp_path)
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=16e9))
     monkeypatch.setattr("psutil.Process", lambda: SimpleNamespace(memory_info=lambda: SimpleNamespace(rss=5e8)))
     batch = batch_arithmetic(config, 1)
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).write_text("max\n")
     assert len([*summary._memory(config, batch, strategy)]) == 1
-    (tmp_path / "memory.max").write_text("2000000000\n")
+    (tmp_path / file).write_text("2000000000\n")
     text = "it does not fit: 1.4 GB are left for tensors; weights, gradients and optimizer state alone take 2.0 GB"
     assert text in [*summary._memory(config, batch, strategy)][1]
 
