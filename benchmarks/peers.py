@@ -5,12 +5,13 @@ a table and writes peers.json.
 """
 
 import argparse
-import math
 import re
 from collections.abc import Iterator
 from contextlib import closing
 from functools import partial
 from pathlib import Path
+
+import numpy as np
 
 from benchmarks import report
 from benchmarks.runs import Run, Void, device, shards, speeds_in_turns, trainer
@@ -59,13 +60,12 @@ def compare(recipe_run: Run, peer_run: Run, rounds: int, seconds: float, toleran
     steps in nats. Raises Void if a run fails, or the losses differ by more than `tolerance`."""
     for run in (peer_run, recipe_run):
         run.turn(0, min_steps=COMPARED_STEPS)
-    # A line's loss is the mean over its steps; a non-finite one is null in our metrics.jsonl. A plain max may skip NaN.
-    losses = (
-        [math.nan if line["loss"] is None else line["loss"] for line in run.lines if line["step"] <= COMPARED_STEPS]
+    ours, peers = (  # a line's loss is the mean over its steps; null in our metrics.jsonl is NaN
+        np.array([line["loss"] for line in run.lines if line["step"] <= COMPARED_STEPS], dtype=float)
         for run in (recipe_run, peer_run)
     )
-    difference = max((abs(x - y) for x, y in zip(*losses, strict=True)), key=lambda nats: (math.isnan(nats), nats))
-    if not difference <= tolerance:  # also NaN
+    difference = float(np.abs(ours - peers).max())  # NaN if one loss is
+    if not difference <= tolerance:
         raise Void(f"losses differ by {difference:.3g} nats")
     return speeds_in_turns(partial(recipe_run.turn, seconds), partial(peer_run.turn, seconds), rounds) | {
         "peak_memory_bytes": [run.lines[-1]["peak_memory_bytes"] for run in (recipe_run, peer_run)],
