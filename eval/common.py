@@ -237,9 +237,7 @@ def _problem_of(model: Any, tokenizer: Any, info: dict) -> str:
         return "no tokenizer files, such as tokenizer.json, beside the weights (GPT-2's: openai-community/gpt2)"
     if missing_keys := sorted(info["missing_keys"]):
         return f"the file lacks {len(missing_keys)} of the model's weights, among them {missing_keys[0]}"
-    # torch cannot tell of eight bits whether they are finite
-    wide = ((name, weight) for name, weight in model.named_parameters() if weight.element_size() > 1)
-    if damaged := next((name for name, weight in wide if not weight.isfinite().all()), ""):
+    if damaged := next((name for name, weight in model.named_parameters() if not weight.isfinite().all()), ""):
         return f"{damaged} has values that are NaN or infinite: the model has diverged"
     n_embeddings, n_tokens = len(model.get_input_embeddings().weight), tokenizer.vocab_size  # without added tokens
     if n_tokens > n_embeddings:
@@ -300,8 +298,8 @@ _SCORE: dict = {
 }
 _ROW = {"metric": str, "ours": float, "theirs": float, "difference": float, "ci95": (None, [float, float])}
 _RESULTS = {
-    "compare": {"model": (None, re.compile("[^\0]+")), "other": str, "rows": [_ROW], "prompt": str, "samples": [str]},
-    ...: {"model": (None, re.compile("[^\0]+")), "weights": (None, str), "scores": (None, [_SCORE])},
+    "compare": {"model": (None, str), "other": str, "rows": [_ROW], "prompt": str, "samples": [str]},
+    ...: {"model": (None, str), "weights": (None, str), "scores": (None, [_SCORE])},
 }
 
 
