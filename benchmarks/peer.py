@@ -132,14 +132,11 @@ def hf_trainer(config: Config) -> None:
     # Repeated, since a new epoch would restart the data loader's workers.
     train_dataset = torch.utils.data.ConcatDataset([examples] * 10_000)  # ty: ignore[invalid-argument-type]  a list will do
 
-    class LossKeepingTrainer(transformers.Trainer):
+    class LoggingTrainer(transformers.Trainer):
         def training_step(self, *arguments, **kwargs):
-            self.last_loss = super().training_step(*arguments, **kwargs)
-            return self.last_loss
-
-    class StepLogger(transformers.TrainerCallback):
-        def on_step_end(self, *_, **__) -> None:
-            log.end_step(trainer.last_loss)
+            loss = super().training_step(*arguments, **kwargs)
+            log.end_step(loss)  # before the optimizer's step, each time: a line's time is that of as many steps
+            return loss
 
     opt, run, on_cpu = config.optimizer, config.run, device().type == "cpu"
     shared_fields = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "max_grad_norm")
@@ -165,8 +162,7 @@ def hf_trainer(config: Config) -> None:
         dataloader_pin_memory=not on_cpu,
     )
     model, _ = transformers_model(config)
-    trainer = LossKeepingTrainer(model, arguments, train_dataset=train_dataset, callbacks=[StepLogger()])
-    trainer.train()
+    LoggingTrainer(model, arguments, train_dataset=train_dataset).train()
 
 
 def main() -> None:
