@@ -27,7 +27,7 @@ SHORT = TINY | {"max_steps": 8, "save_steps": 4}
 
 
 def run(shards, directory, kernel: str, processes: int = 0, **fields) -> str:
-    """The summary's line on the loss of a run whose kernel is right, wrong, slow or broken; "" if it has none."""
+    """The summary's line on the loss of a run whose kernel is right, wrong or slow; "" if it has none."""
     command = *PROBE, *flags(**SHORT | {"dataset_name": shards, "output_dir": directory} | fields)
     result = ok(programs.run(*command, env={"FUSED": kernel}, processes=processes))
     return next((line for line in result.stdout.splitlines() if line.startswith("loss  ")), "")
@@ -80,35 +80,29 @@ def test_an_audit_replays_the_choice(fused_run, capsys, monkeypatch):
     assert "fused_loss true needs a CUDA GPU and Triton; use auto" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("kernel", "reason"),
-    [
-        ("wrong", r"the kernel is wrong here: 1e-02 from PyTorch's, 4\.1x as fast"),
-        ("slow", r"the kernel is slow here: \S+ from PyTorch's, 0\.9x as fast"),
-        ("broken", "the kernel fails here, RuntimeError: ptxas: no such device"),
-    ],
-)
-def test_a_bad_kernel_is_not_used_and_the_summary_gives_the_reason(shards, unfused_run, tmp_path, kernel, reason):
-    line = run(shards, tmp_path / "run", kernel)
-    assert re.fullmatch(f"loss       not fused: {reason}", line), line
+def test_a_wrong_kernel_is_not_used_and_the_summary_gives_the_reason(shards, unfused_run, tmp_path):
+    line = run(shards, tmp_path / "run", "wrong")
+    assert line == "loss       not fused: the kernel is wrong here: 1e-02 from PyTorch's, 4.1x as fast"
     assert fused(tmp_path / "run") is False
     assert losses(tmp_path / "run") == losses(unfused_run)
 
 
 @pytest.mark.parametrize(
-    ("errors", "speedup", "options", "line"),
+    ("outcome", "options", "line"),
     [
-        ((math.nan, 0.0), 2.0, [], "loss       not fused: the kernel is wrong here: "),
-        ((0.0, math.nan), 2.0, [], "loss       not fused: the kernel is wrong here: "),
+        (((math.nan, 0.0), 2.0), [], "loss       not fused: the kernel is wrong here: "),
+        (((0.0, math.nan), 2.0), [], "loss       not fused: the kernel is wrong here: "),
+        (((0.0, 0.0), 0.9), [], "loss       not fused: the kernel is slow here: 0e+00 from PyTorch's, 0.9x as fast"),
+        (RuntimeError("no ptxas\nand"), [], "loss       not fused: the kernel fails here, RuntimeError: no ptxas"),
         # Not by a timing.
-        ((0.0, 0.0), 0.9, ["--deterministic=true"], "loss       fused kernel, checked on this device: "),
+        (((0.0, 0.0), 0.9), ["--deterministic=true"], "loss       fused kernel, checked on this device: "),
     ],
 )
-def test_nan_is_wrong_and_a_deterministic_run_asks_only_whether_the_kernel_is_right(
-    errors, speedup, options, line, monkeypatch
+def test_a_kernel_that_is_slow_or_fails_is_not_used_and_a_deterministic_run_does_not_time_it(
+    outcome, options, line, monkeypatch
 ):
     monkeypatch.setattr("recipe.estimate.fused_loss.can_fuse", lambda device_type: True)
-    monkeypatch.setattr("recipe.estimate.fused_loss.compare", lambda *_: (errors, speedup))
+    monkeypatch.setattr("recipe.estimate.fused_loss.compare", Mock(side_effect=[outcome]))
     config, printed = resolve_fused_loss(parse_config(["--config=gpt2", *options]), open_strategy("fp32"))
     assert printed.startswith(line)
     assert config.run.fused_loss is line.endswith("checked on this device: ")
