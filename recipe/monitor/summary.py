@@ -177,7 +177,7 @@ def disk_notes(config: Config) -> Iterator[str]:
 def _launch_notes(strategy: Strategy) -> Iterator[str]:
     """Processes that were meant to train together, but each train alone."""
     tasks = max(int(os.environ.get(name, 1)) for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"))
-    if tasks > 1 == strategy.runtime.processes.world_size:
+    if tasks > 1 and strategy.runtime.processes.world_size == 1:
         yield f"mpirun or srun has started {tasks} processes, each of which trains alone; use accelerate launch"
 
 
@@ -188,10 +188,10 @@ def _device_notes(config: Config, strategy: Strategy) -> Iterator[str]:
         busy = cores * psutil.cpu_percent(interval=0.2) / 100  # while this program sleeps
         if busy > cores - usable_cores() + 0.5:  # fewer cores are idle than this process may use
             yield f"other programs use {busy:.1f} of {cores} cores, which slows this run"
-    if device.type == "cpu" and (has_tpu() or has_torch_tpu()):
-        yield "this machine's TPU is idle; accelerate_configs/tpu.yaml uses it"
-    if device.type == "cpu" and (vendor := unused_gpu()):
-        yield f"this machine's {vendor} GPU is idle: PyTorch {torch.__version__} cannot use it (docs/hardware.md)"
+        if has_tpu() or has_torch_tpu():
+            yield "this machine's TPU is idle; accelerate_configs/tpu.yaml uses it"
+        if vendor := unused_gpu():
+            yield f"this machine's {vendor} GPU is idle: PyTorch {torch.__version__} cannot use it (docs/hardware.md)"
     if config.run.torch_compile and strategy.runtime.no_compile:
         yield f"not compiled: {strategy.runtime.no_compile}"
     for name, other in UNUSED_WITHOUT.items():
