@@ -170,7 +170,7 @@ def earlier_recipe(request: argparse.Namespace, config: Config, strategy: Strate
     with processes.shared_error("the earlier recipe cannot be read"):
         if exists:
             lines = path.read_text().splitlines()
-            if not {f"# {request.title}", f"# {redact(request.title)}"} & {*lines}:
+            if f"# {redact(request.title)}" not in lines:
                 raise UserError(f"{path} was written for another request; give another --run_name, or --fresh")
             return lines
     return None
@@ -201,7 +201,7 @@ def write_recipe(request: argparse.Namespace, flags: list[str], config: Config, 
             request.title,
             f"Validation loss to expect: {best.loss:.3f}, give or take {100 * forecaster.relative_error(best):.0f} %",
         ]
-        comments = "".join(f"# {line}\n" for line in "\n".join(head).split("\n"))  # a name may hold \n
+        comments = "".join(f"# {line}\n" for line in head)
         paths = {name for name in fields if FIELDS[name].metadata["path"]}
         fields |= {name: (home_as_tilde(fields[name][0]), fields[name][1]) for name in paths}
         content = redact(comments) + yaml_of(fields)
