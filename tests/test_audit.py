@@ -453,8 +453,8 @@ def test_honest_runs_are_never_different(shards, tmp_path, capsys, monkeypatch, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("engine", "options"), [("ddp", DDP), ("fsdp", ())])
-@pytest.mark.parametrize("forgery", ["", "val_loss", "NaN weight"])
-def test_a_forgery_on_two_processes_is_found(shards, once, tmp_path, capsys, monkeypatch, engine, options, forgery):
+@pytest.mark.parametrize("is_forged", [False, True])
+def test_a_forgery_on_two_processes_is_found(shards, once, tmp_path, capsys, monkeypatch, engine, options, is_forged):
     """The replay takes two processes as the training did, or one."""
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
 
@@ -462,15 +462,12 @@ def test_a_forgery_on_two_processes_is_found(shards, once, tmp_path, capsys, mon
         ok(launch(engine, 2, "recipe/train.py", *tiny_flags(shards, run, **KEPT)))
 
     run = shutil.copytree(once(f"audited {engine}", make)[0], tmp_path / "run")
-    if forgery == "val_loss":
+    if is_forged:
         change_line(20, val_loss=metrics(run)[-1]["val_loss"] - 0.5)(run)
-    elif forgery:
-        FORGERIES[forgery][0](run)
     code, sentences = audited(capsys, run, *options)
-    assert code == (1 if forgery else 0)
+    assert code == is_forged
     honest = "to the bit" if options else "holds: "
-    expected = {"": honest, "val_loss": "different: val_loss of step 20 is ", "NaN weight": f"different: {WEIGHT}"}
-    assert expected[forgery] in sentences[0]
+    assert ("different: val_loss of step 20 is " if is_forged else honest) in sentences[0]
 
 
 def test_a_text_for_validation_is_tokenized_again(tmp_path, monkeypatch, capsys):
