@@ -114,6 +114,11 @@ def positive_int(text: str) -> int:
     return int(text)
 
 
+def utf8(text: str) -> str:
+    """Text as typed, with U+FFFD for bytes that are not UTF-8."""
+    return text.encode(errors="surrogateescape").decode(errors="replace")
+
+
 def run_main(main: Callable[[], None]) -> None:
     """Runs a command. A user error becomes one line on stderr and exit code 2, Ctrl-C becomes exit code 130."""
     escape_output()

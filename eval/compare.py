@@ -75,7 +75,7 @@ def main() -> None:
     parser.add_argument(
         "--limit", type=common.positive_int, help="N evenly spaced rows of HellaSwag (default: all 10,042)"
     )
-    parser.add_argument("--prompt", default="The", help="text that both models continue")
+    parser.add_argument("--prompt", type=common.utf8, default="The", help="text that both models continue")
     perplexity.add_arguments(parser)
     args = parser.parse_args()
     model = common.load(args)

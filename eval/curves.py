@@ -9,7 +9,7 @@ from typing import TypeGuard
 
 import numpy as np
 
-from eval.common import own_results
+from eval.common import own_results, utf8
 from eval.published import HELLASWAG_ROWS, SIZES
 from eval.scores import all_scores, table_row
 from recipe.utils.checkpoints import checkpoints, read_metrics, step_of
@@ -154,7 +154,7 @@ def read_run(path: str | Path) -> Run:
             state = json.loads((checkpoint_dirs[-1] / "trainer_state.json").read_text())
             check(state, _STATE)
             config, engine, about = (state[name] for name in ("config", "engine", "about"))
-    return Run(directory.resolve().name, directory, records, config, engine, about, scores)
+    return Run(utf8(directory.resolve().name), directory, records, config, engine, about, scores)
 
 
 def _is_number(value) -> TypeGuard[float]:

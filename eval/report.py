@@ -37,7 +37,7 @@ def main() -> None:
     args = parser.parse_args()
     runs = [read_run(path) for path in args.runs or [newest_run()]]
     if len({run.name for run in runs}) < len(runs):  # sweep-1/a and sweep-2/a
-        runs = [replace(run, name=str(run.directory)) for run in runs]
+        runs = [replace(run, name=common.utf8(str(run.directory))) for run in runs]
     out = (args.out or runs[0].directory / "report").expanduser()
     with writing(out, "name another directory with --out"):
         out.mkdir(parents=True, exist_ok=True)

@@ -6,6 +6,7 @@ Sample i (from 0) is drawn with seed + i, whatever the number of samples, and is
 
 import argparse
 import contextlib
+import io
 import math
 import sys
 
@@ -69,6 +70,8 @@ def generate(loaded: common.Loaded, prompt: str, args: argparse.Namespace) -> li
 def interact(loaded: common.Loaded, args: argparse.Namespace) -> None:
     """Continues each line of stdin until it ends. The seed advances, so a repeated line gets another continuation."""
     print("Each line is a prompt that the model continues: it was trained on text and does not answer questions.")
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")  # as in common.utf8
     terminal = sys.stdin.isatty()
     if terminal:
         print("Ctrl-C stops a text; Ctrl-D or Ctrl-C at the prompt ends.")
@@ -85,7 +88,7 @@ def interact(loaded: common.Loaded, args: argparse.Namespace) -> None:
 def arguments() -> argparse.ArgumentParser:
     """The command's parser."""
     parser = common.parser("Text from a model.")
-    parser.add_argument("--prompt", help='default "The"; "" starts from <|endoftext|>')
+    parser.add_argument("--prompt", type=common.utf8, help='default "The"; "" starts from <|endoftext|>')
     parser.add_argument("--interactive", action="store_true", help="continue each line of input, typed or piped")
     parser.add_argument("--max_new_tokens", type=common.positive_int, default=100)
     parser.add_argument("--temperature", type=float, default=0.8, help="0 always takes the likeliest token")

@@ -10,6 +10,7 @@ from itertools import count
 import torch
 import torch.nn.functional as F
 
+from eval.common import utf8
 from eval.hellaswag import count_correct, load_rows
 from eval.loglikelihood import LanguageModel
 from recipe.config import BatchPlan, Config
@@ -138,7 +139,7 @@ class Evaluator:
         """Continues each line of `sample_prompt`, or a line break; one seed gives the same text on every process."""
         run, texts = self.config.run, []
         with self.metrics.paused("sampling"), unsharded_model(self.strategy, self.raw_model) as gpt2:
-            for prompt in map(str.strip, run.sample_prompt.splitlines() or [""]):
+            for prompt in map(str.strip, utf8(run.sample_prompt).splitlines() or [""]):
                 tokens = continuation(gpt2, self._encode(prompt or "\n") or [self.tokenizer.end_of_text], run.seed)
                 texts.append(prompt + self.tokenizer.decode(tokens).decode(errors="replace"))
         text = "\n---\n".join(texts)

@@ -1,5 +1,6 @@
 """Evaluation during training agrees with the checkpoint loaded through transformers."""
 
+import os
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -60,13 +61,14 @@ def test_a_run_trains_with_dropout_again_after_hellaswag_and_after_a_sample(monk
 
 
 def test_samples_continue_the_prompts_that_the_user_chooses(shards, tmp_path):
-    prompts = "ROMEO:\nShall I compare thee"
+    prompts = os.fsdecode(b"ROMEO:\nShall I compare thee\ncaf\xe9")  # the last in Latin-1
     settings = {"max_steps": 4, "warmup_steps": 1, "sample_steps": "end", "sample_prompt": prompts}
     lines, output = train(shards, tmp_path / "run", **settings)
     assert f"step 4: sample {lines[4]['sample']!r}\n" in output
-    romeo, sonnet = lines[4]["sample"].split("\n---\n")
+    romeo, sonnet, cafe = lines[4]["sample"].split("\n---\n")
     assert romeo.startswith("ROMEO:")
     assert sonnet.startswith("Shall I compare thee")
+    assert cafe.startswith("caf\ufffd")
     assert len(romeo) > len("ROMEO:") + 10
 
 

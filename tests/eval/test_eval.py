@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BertConfig, BloomConfig, GPT2Config
 
-from eval import common, hellaswag, perplexity, sample, scores
+from eval import common, compare, hellaswag, perplexity, sample, scores
 from recipe.data.shards import ShardReader, find_shards
 from recipe.hub.model_card import model_card
 from recipe.model.gpt2 import GPT2LMHeadModel
@@ -365,13 +365,15 @@ def test_a_text_starts_from_end_of_text_without_a_prompt_and_ends_at_one(loaded,
 def test_interactive_continues_what_is_piped_in(loaded, model_dir, command, tmp_path, monkeypatch, capsys):
     """tests/test_docs.py runs the command itself."""
     flags = ["--max_new_tokens", "6", "--num_samples", "2"]
-    monkeypatch.setattr(sys, "stdin", io.StringIO("A man is\n \n\nA man is\n"))
+    typed = io.BytesIO(b"A man is\n \n\nA man is\ncaf\xe9\n")  # the last in Latin-1
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(typed, encoding="utf-8"))
     monkeypatch.chdir(tmp_path)
     command(sample, model_dir, "--interactive", "--seed", "3", *flags)
     out = capsys.readouterr().out
     for seed in ("3", "5"):  # the second line goes on where the first one's seeds end
         assert sampled(loaded, capsys, *flags, "--seed", seed)[1] in out
-    assert out.count("--- sample") == 4
+    assert out.count("--- sample") == 6
+    assert out.count("\ncaf\ufffd") == 2
     assert not list(tmp_path.iterdir())
 
 
@@ -383,11 +385,14 @@ def test_what_a_terminal_cannot_show_is_printed_as_escapes(model_dir, command, m
     assert b"sch\xf6n \\u4eca\\u5929" in written.getvalue()
 
 
-def test_a_control_character_of_a_text_does_not_reach_the_terminal(model_dir, command, capsys):
-    command(sample, model_dir, "--prompt", "cafe\x0e", "--max_new_tokens", 2)
-    assert "\ncafe\\x0e" in capsys.readouterr().out  # which would change a terminal's letters
+def test_bytes_of_a_prompt_that_are_not_utf8_are_replaced(model_dir, command, tmp_path, capsys):
+    prompt, output = os.fsdecode(b"caf\xe9"), tmp_path / "results.json"
+    command(sample, model_dir, "--prompt", f"{prompt}\x0e", "--max_new_tokens", 2)
+    assert "\ncaf\ufffd\\x0e" in capsys.readouterr().out  # which would change a terminal's letters
     command(sample, model_dir, "--max_new_tokens", 2)
     assert "\nThe" in capsys.readouterr().out  # without a prompt
+    command(compare, model_dir, "--other", model_dir, "--prompt", prompt, "--limit", 1, "--output", output)
+    assert json.loads(output.read_text())["compare"]["prompt"] == "caf\ufffd"
 
 
 # Finding models, results, errors
