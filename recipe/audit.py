@@ -228,7 +228,10 @@ def distance(name: str, run: Any, replay: Any, start: Weights) -> float:
         difference, scale = abs(run - replay), abs(replay)
     else:
         return 0.0 if run is replay or (isinstance(run, str) and run == replay) else math.inf
-    return float(difference / scale) if scale else math.inf if difference else 0.0
+    try:
+        return float(difference / scale) if scale else math.inf if difference else 0.0
+    except OverflowError:  # an integer too large for any run to have computed
+        return math.inf
 
 
 def distances(run: Values, replay: Values, start: Weights) -> dict[Key, float]:

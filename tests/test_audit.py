@@ -150,6 +150,7 @@ FORGERIES = {  # functions of the run, and what the audit prints
     ),
     "gradient norm": (change_line(20, grad_norm=0.1), "grad_norm of step 20 is 0.1"),
     "learning rate": (change_line(20, learning_rate=1e-4), "learning_rate of step 20 is 0.0001"),
+    "more tokens than a float holds": (change_line(20, tokens=10**400), "tokens of step 20 is 1000000"),
     "a loss before": (change_line(18, loss=2.0), "the lines of metrics.jsonl before step 20"),
     "no log": (lambda run: (run / "metrics.jsonl").unlink(), "the lines of metrics.jsonl before step 20"),
     "line twice": (lambda run: write_lines(run, [*metrics(run), metrics(run)[-1]]), "lines of step 20 is 2, and 1 in"),
