@@ -154,7 +154,8 @@ def check_same_run(state: dict, config: dict, tokenizer: GPT2Tokenizer, run_dir:
         renamed = f"--run_name {saved_config['run_name']} --output_dir {shlex.quote(str(run_dir))}"
         raise UserError(f"{run_dir} holds another run: {changes['run_name']}; {way_out}, or continue it: {renamed}")
     conflicts = [changes[k] for k in _IDENTITY if k in changes]
-    if "init_from" in changes and not saved_config["init_from"]:  # the path of given weights may change, or be omitted
+    # The path of the weights that the run began with may change, or be omitted.
+    if "init_from" in changes and config["init_from"] and "init_from" not in state["about"][0]:
         conflicts.append(changes["init_from"])
     if saved_tokenizer["digest"] != tokenizer.digest:
         old_name, new_name = saved_tokenizer["name"], tokenizer.name

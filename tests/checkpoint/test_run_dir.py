@@ -117,11 +117,13 @@ def test_another_run_is_refused_and_harmless_changes_are_reported(tmp_path, capl
     words = ["--n_layer=2", "--max_steps=80", "--warmup_steps=0", "--learning_rate=1e-3", "--lr_scheduler_type=linear"]
     saved, tokenizer = parse_config(words).flat(), open_tokenizer("gpt2")
     state = {"config": saved, "data": {}, "metrics": {}, "step": 20, "tokenizer": {"name": "gpt2", "digest": "gpt2"}}
+    state["about"] = [{}]
     config = saved | {"max_steps": 100, "eval_steps": 7}
-    tuned = state | {"config": saved | {"init_from": "gone"}}
-    check_same_run(tuned, config | {"init_from": "gpt2"}, tokenizer, tmp_path)
+    for name in ("gone", ""):  # a fine-tuned run, whose weights moved, or whose resume omitted them
+        tuned = state | {"config": saved | {"init_from": name}, "about": [{"init_from": ""}]}
+        check_same_run(tuned, config | {"init_from": "gpt2"}, tokenizer, tmp_path)
+        assert any(re.search(f"^resuming with init_from '{name}' -> 'gpt2', which has no", m) for m in caplog.messages)
     assert "resuming with max_steps 80 -> 100" in caplog.messages
-    assert any(re.search("^resuming with init_from 'gone' -> 'gpt2', which has no effect", m) for m in caplog.messages)
     assert "the learning rate at step 20 was 0.00075 and is 0.0008 now" in caplog.messages[-1]
     check_same_run(state, saved | {"val_data": "other"}, tokenizer, tmp_path)
     message = "validation losses up to step 20 cannot be compared with those that follow: val_data '' -> 'other'"
