@@ -166,7 +166,7 @@ def _validation_shards(data: DataConfig) -> list[Shard]:
 def _check_validation(data: DataConfig) -> None:
     """For text, which takes long to prepare: raises UserError if the run will have no validation data."""
     if data.val_text:
-        _check_holds_text(texts_of(data)[-1])
+        _check_holds_text(texts_of(data)[0])
     elif data.train_text and data.val_data:
         _validation_shards(data)
     elif data.train_text and not data.val_fraction and not Producer(data).val_documents:

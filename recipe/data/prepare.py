@@ -23,6 +23,7 @@ from recipe.config.catalog import MADE_HERE
 from recipe.data.documents import TextFiles
 from recipe.data.producer import Producer
 from recipe.data.shards import Manifest, find_shards
+from recipe.data.tokenizer import open_tokenizer
 from recipe.utils.errors import ExitCode, UserError, in_words, writing
 from recipe.utils.log import set_up_logging
 from recipe.utils.redaction import redact
@@ -41,6 +42,9 @@ def main(argv: list[str] | None = None) -> int:
         if not (texts := [text for data in data_configs for text in texts_of(data)]):
             find_shards(name := data_configs[0].dataset_name, "train")  # raises if there is nothing of that name
             raise UserError(f"dataset_name {name} holds shards, which need no preparation; name text")
+        for data in data_configs:
+            if data.val_data and not data.val_text:  # shards: raises if there are none, before hours of preparation
+                find_shards(data.val_data, "val", open_tokenizer(data.tokenizer).vocab_size)
         for text in texts:
             prepare(text)
     except (UserError, OSError) as error:
@@ -53,10 +57,11 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def texts_of(data: DataConfig, *, streamed: bool = False) -> list[DataConfig]:
-    """What `prepare` makes of a data set: its training text, if it is text and not `streamed`, and its validation's."""
+    """What `prepare` makes of a data set: its validation text, first since it is short and may be missing, and its
+    training text, unless it is `streamed`."""
     texts = [data] if data.train_text and not streamed else []
     if data.val_text:  # with val_data, nothing of a text is held out
-        texts.append(replace(data, train_text=data.val_text, dataset_name=os.path.dirname(data.val_data)))
+        texts.insert(0, replace(data, train_text=data.val_text, dataset_name=os.path.dirname(data.val_data)))
     return texts
 
 

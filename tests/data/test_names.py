@@ -89,6 +89,8 @@ def test_with_val_data_all_of_the_text_is_trained_on(workdir, in_process):
         for extra in ([], ["--dry_run"], ["--val_documents=5", "--streaming=true"]):
             assert message in refused(in_process([*command, *extra]))
             assert not (workdir / "data").exists()  # nothing was tokenized
+        assert message in refused(in_process(["prepare", "--dataset_name=train.jsonl", f"--val_data={val_data}"]))
+        assert not [*workdir.glob("data/train*")]
     prepare(data_of("val.txt", "data/val", val_fraction=0.0))
     for val_data in ("data/val/train_*.bin", "val.txt"):
         for fields in ([], ["--val_documents=5"], ["--val_documents=5", "--streaming=true"]):
