@@ -138,27 +138,34 @@ def options_of(interval: Interval, directory: Path, repo: str, flags: list[str])
     replaced = {flag.partition("=")[0].removeprefix("--") for flag in flags}
     if replaced & {"dataset_name", "train_text"}:
         replaced |= {"dataset_name", "val_data"}
-    dataset_name, data_states = values["dataset_name"], entries_in(state["data"])
-    for number, entry in enumerate(dataset_name if isinstance(dataset_name, list) else [values]):  # changed in place
-        key = "dataset_name" if entry is values else "name"
+    is_mixture = isinstance(values["dataset_name"], list)
+    name_field = "name" if is_mixture else "dataset_name"
+    data_states, data_parts = entries_in(state["data"]), entries_in(part["data"])
+    start_states = entries_in(state_of(interval.start)["data"]) if interval.start else [{}] * len(data_states)
+    for number, entry in enumerate(values["dataset_name"] if is_mixture else [values]):  # changed in place
         if val_text := entry.pop("val_text", ""):
             entry["val_data"] = val_text
-        sources = values | entry | {"dataset_name": entry.get("train_text") or entry[key]}
-        for field in ("dataset_name", "val_data", "init_from", "tokenizer"):
-            path = sources.get(field, "")
-            if repo and field not in replaced and path not in ("", DEFAULTS[field]) and not is_on_hub(str(path)):
-                problem = f"{field} {path!r} is a path on the computer of {repo}'s author"
-                raise UserError(f"{problem}; name your copy: --flags '--{field} PATH'")
+        if repo:
+            data = values | entry | {"dataset_name": entry.get("train_text") or entry[name_field]}
+            check_paths({name: value for name, value in data.items() if name not in replaced}, repo)
         if repo or data_states[number].get("manifest"):
-            entry[key] = str(directory / f"shards-{number}" / Path(entry[key]).name)  # the name is in columns' names
-            # A stream that resumes has its commit in the checkpoint.
-            resumes_stream = interval.start and entries_in(state_of(interval.start)["data"])[number].get("manifest")
-            commit = entries_in(part["data"])[number].get("commit")
-            if commit and not resumes_stream and "dataset_revision" not in replaced:
-                entry["dataset_revision"] = commit  # the data set may have a newer one
+            entry[name_field] = str(directory / f"shards-{number}" / Path(entry[name_field]).name)  # columns' names too
+            commit = data_parts[number].get("commit")
+            # A stream that resumes has its commit in the checkpoint; for others the data set may have a newer one.
+            if commit and not start_states[number].get("manifest") and "dataset_revision" not in replaced:
+                entry["dataset_revision"] = commit
     check_config(state["config"], part["config"])
     (recipe := directory / "recipe.yaml").write_text(yaml.safe_dump(values))
     return ["--config", str(recipe), *flags]
+
+
+def check_paths(config: dict, repo: str) -> None:
+    """Raises UserError for a path in a configuration from the Hub: it is one of the author's computer."""
+    for field in ("dataset_name", "val_data", "init_from", "tokenizer"):
+        path = config.get(field, "")
+        if path not in ("", DEFAULTS[field]) and not is_on_hub(str(path)):
+            problem = f"{field} {path!r} is a path on the computer of {repo}'s author"
+            raise UserError(f"{problem}; name your copy: --flags '--{field} PATH'")
 
 
 def check_config(config: dict, trained_with: dict) -> None:
