@@ -2,7 +2,7 @@
 
 import os
 
-__version__ = "0.2.0"
+__version__ = "0.3.0.dev0"
 
 # At 1, which torch_xla sets, its partitioner announces its retirement at every program that it compiles.
 if os.environ.get("TF_CPP_MIN_LOG_LEVEL", "1") == "1":
