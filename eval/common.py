@@ -35,6 +35,7 @@ from recipe.utils.files import replace_file
 from recipe.utils.log import end_if_unread, escape_output
 from recipe.utils.redaction import redact
 from recipe.utils.schema import check
+from recipe.utils.tokenizer import load_tokenizer
 from recipe.utils.units import plural
 
 DEFAULT_POSITIONS = 2048  # context length assumed for models without position embeddings, such as BLOOM and Mamba
@@ -204,7 +205,7 @@ def _read(name: str, directory: Path | None, dtype: torch.dtype) -> tuple:
     """The model, its tokenizer and what transformers reports of loading it, from safetensors files alone and without
     running the repository's code. Raises whatever the libraries raise."""
     # Imported here: it takes two seconds, and training imports this module without calling this function.
-    from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
     from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, cached_file
     from transformers.utils.peft_utils import find_adapter_config_file
 
@@ -224,7 +225,7 @@ def _read(name: str, directory: Path | None, dtype: torch.dtype) -> tuple:
     if getattr(config, "activation_function", "") == "gelu_new":
         # The same formula in one operation instead of seven; saves a fifth of a forward pass on a CPU.
         config.activation_function = "gelu_pytorch_tanh"
-    tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    tokenizer = load_tokenizer(name)
     options = {"config": config, "dtype": dtype, "output_loading_info": True}
     options |= {"use_safetensors": True, "trust_remote_code": False}
     index = cached_file(name, SAFE_WEIGHTS_INDEX_NAME, _raise_exceptions_for_missing_entries=False)

@@ -23,6 +23,7 @@ from tokenizers import Tokenizer
 from recipe.utils.download import local_copy
 from recipe.utils.errors import UserError, first_line, writing
 from recipe.utils.shards import dtype_of
+from recipe.utils.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -218,11 +219,11 @@ def open_tokenizer(name: str) -> GPT2Tokenizer:
 
 
 def _load(name: str) -> PreTrainedTokenizerFast:
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
     directory = local_copy(name, "tokenizer", _HUB_FILES, _REQUIRED)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+        tokenizer = load_tokenizer(directory)
     except Exception as error:  # the libraries raise many kinds
         raise UserError(
             f"tokenizer {name} cannot be loaded ({first_line(error)}); give a directory that "
@@ -235,8 +236,8 @@ def _load(name: str) -> PreTrainedTokenizerFast:
         )
     if tokenizer.eos_token_id is None:
         raise UserError(
-            f"tokenizer {name} has no eos_token, which precedes each document; set one with "
-            "transformers (tokenizer.eos_token = ...), and save it again"
+            f'tokenizer {name} has no eos_token, which precedes each document; name one of its tokens as "eos_token" '
+            "in its tokenizer_config.json"
         )
     return tokenizer if tokenizer("a") == tokenizer("a", add_special_tokens=False) else _without_added(tokenizer)
 

@@ -158,6 +158,24 @@ def test_a_text_comes_back_from_sentencepieces_tokens(tmp_path, monkeypatch, mak
     assert tokenizer.decode(tokenizer.encode([" ab"], continuing=True)[0].tolist()) == b" ab", "as of a sample"
 
 
+def test_the_tokenizer_of_a_gpt2_splits_text_as_its_file_says(tmp_path):
+    """In the data, in an evaluation and in a checkpoint: transformers 5 alone splits it as GPT-2 does (as OLMo 2's)."""
+    trained, text = train_tokenizer(), "ROMEO: 1594"
+    trained.add_special_tokens(["<|endoftext|>"])  # named in no file: a default of the class
+    trained.normalizer = normalizers.Lowercase()
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    trained.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=1, n_embd=8, vocab_size=VOCABULARY + 1)).save_pretrained(tmp_path)
+    trained.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = open_tokenizer(str(tmp_path))
+    saved = shutil.copytree(tmp_path, tmp_path / "saved")
+    tokenizer.save(saved, max_length=64)
+    models = [common.load(common.parser("").parse_args([str(path), "--device=cpu"])) for path in (tmp_path, saved)]
+    ids = [encode(text) for encode in (lambda text: tokenizer.encode([text])[0].tolist(), *(m.encode for m in models))]
+    assert ids == [trained.encode(text).ids] * 3
+    assert {tokenizer.end_of_text_token, *(m.tokenizer.eos_token for m in models)} == {"<|endoftext|>"}
+
+
 def test_its_special_tokens_in_a_text_are_the_ids_that_a_prompt_has(tmp_path, capsys):
     """Those of chats, that is. End-of-text is not: it separates documents."""
     trained = train_tokenizer()
