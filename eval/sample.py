@@ -11,7 +11,7 @@ import math
 import sys
 
 import torch
-from transformers import GenerationConfig, GenerationMixin, TextStreamer
+from transformers import GenerationConfig, GenerationMixin, PreTrainedTokenizerBase, TextStreamer
 
 from eval import common
 from recipe.utils.redaction import redact
@@ -21,10 +21,14 @@ class _Streamer(TextStreamer):
     """Prints all tokens but end-of-text: others that are special, such as <|user|>, are text for a custom tokenizer."""
 
     def put(self, value: torch.Tensor) -> None:
-        super().put(value[value != self.tokenizer.eos_token_id])
+        super().put(_without_end(value, self.tokenizer))
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         super().on_finalized_text(redact(text), stream_end)  # any model may emit control characters
+
+
+def _without_end(ids: torch.Tensor, tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
+    return ids if tokenizer.eos_token_id is None else ids[ids != tokenizer.eos_token_id]
 
 
 def generate(loaded: common.Loaded, prompt: str, args: argparse.Namespace) -> list[str]:
@@ -35,6 +39,8 @@ def generate(loaded: common.Loaded, prompt: str, args: argparse.Namespace) -> li
     """
     tokenizer, positions = loaded.tokenizer, loaded.n_positions
     prompt_ids = tokenizer.encode(prompt, add_special_tokens=False, verbose=False) or [tokenizer.eos_token_id]
+    if prompt_ids == [None]:
+        raise common.UserError("the prompt is empty, and the tokenizer has no eos_token to start from")
     room = positions - len(prompt_ids)
     n_new = min(args.max_new_tokens, room if room > 0 else positions - 1)
     context_ids = prompt_ids[-(positions - n_new) :]
@@ -61,7 +67,7 @@ def generate(loaded: common.Loaded, prompt: str, args: argparse.Namespace) -> li
             streamer=_Streamer(tokenizer),
         )  # (1, T + new)
         # Not of the new tokens alone, whose first space some tokenizers drop
-        context, text = (tokenizer.decode(i[i != tokenizer.eos_token_id]) for i in (ids[0], out[0]))
+        context, text = (tokenizer.decode(_without_end(i, tokenizer)) for i in (ids[0], out[0]))
         texts.append(str(text).removeprefix(str(context)))
     print()
     return texts

@@ -360,6 +360,10 @@ def test_a_text_starts_from_end_of_text_without_a_prompt_and_ends_at_one(loaded,
     texts, screen = sampled(ending, capsys, prompt="A")
     assert texts == [loaded.tokenizer.decode(drawn[:2])]
     assert screen == f"\nA{texts[0]}\n\n"
+    tokenizer.eos_token = None  # as of Chinese models with BERT's tokenizer, and of KoGPT2
+    assert sampled(ending, capsys, prompt="A")[0] == [loaded.tokenizer.decode(drawn)]
+    with pytest.raises(common.UserError, match="the prompt is empty, and the tokenizer has no eos_token to start from"):
+        sampled(ending, capsys, prompt="")
 
 
 def test_interactive_continues_what_is_piped_in(loaded, model_dir, command, tmp_path, monkeypatch, capsys):
