@@ -1,6 +1,7 @@
 """Builds the model that a configuration describes, with its initial weights."""
 
 import json
+import logging
 import shlex
 from functools import partial
 from pathlib import Path
@@ -16,8 +17,10 @@ from recipe.utils.checkpoints import checkpoints
 from recipe.utils.download import local_copy
 from recipe.utils.errors import UserError, reading
 
+logger = logging.getLogger(__name__)
+
 _CONFIG_FILES = ["config.json", "tokenizer.json", "vocab.json"]
-_REQUIRED = "config.json and model.safetensors"
+_local_copy = partial(local_copy, field="init_from", required="config.json and model.safetensors", weights=True)
 
 
 def build_model(
@@ -49,7 +52,7 @@ def build_model(
         **device_options,
     )
     if fields.init_from and load_init_from:
-        directory = local_copy(fields.init_from, "init_from", [*_CONFIG_FILES, *WEIGHT_FILES], _REQUIRED)
+        directory = _local_copy(fields.init_from, patterns=[*_CONFIG_FILES, *WEIGHT_FILES])
         _check_config(config, directory)
         model.load_weights(read_weights(directory), fields.init_from)
     return model
@@ -59,7 +62,11 @@ def check_init_from(config: Config) -> None:
     """Checks `init_from` before a run. Raises UserError if it is missing or has another architecture or vocabulary,
     and Unreachable if the Hub does not answer. Weights are neither read nor downloaded."""
     if name := config.model.init_from:
-        _check_config(config, local_copy(name, "init_from", _CONFIG_FILES, _REQUIRED))
+        directory = _local_copy(name, patterns=_CONFIG_FILES)
+        _check_config(config, directory)
+        if not any((Path(directory) / file).is_file() for file in _CONFIG_FILES[1:]):
+            problem, tokenizer = f"init_from {name} has no tokenizer.json", open_tokenizer(config.data.tokenizer).name
+            logger.warning("note       not checked: %s, so it must be a model of tokenizer %s", problem, tokenizer)
 
 
 def _check_config(config: Config, directory: str) -> None:

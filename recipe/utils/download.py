@@ -10,7 +10,7 @@ from typing import TypeVar
 from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
 
-from recipe.utils.errors import Unreachable, UserError, first_line
+from recipe.utils.errors import Unreachable, UserError, first_line, no_safetensors
 
 HUB_TIMEOUT_S = 5.0  # for the Hub's complete answer to the first request
 Answer = TypeVar("Answer")
@@ -34,19 +34,23 @@ def within(seconds: float, request: Callable[[], Answer]) -> Answer:
         raise TimeoutError(f"no complete answer in {seconds:g} s") from None
 
 
-def local_copy(name: str, field: str, patterns: list[str], required: str) -> str:
+def local_copy(name: str, field: str, patterns: list[str], required: str, *, weights: bool = False) -> str:
     """The directory `name`, or the local cache of the Hub model of that name, downloaded if necessary.
 
     Asks the Hub once, with a short timeout: offline, the libraries' own retries take most of a minute. `patterns` match
-    the files to download; `required` names the files that a directory must hold, for the error message. Raises
-    UserError; Unreachable if the Hub does not answer.
+    the files to download; `required` names the files that a directory must hold, for the error message. With `weights`,
+    a model on the Hub must have some in safetensors. Raises UserError; Unreachable if the Hub does not answer.
     """
     if Path(name).exists():
         return name
     problem, way_out = f"{field} {name} is not a directory here, and", f"give a directory that holds {required}"
     try:
-        within(HUB_TIMEOUT_S, lambda: HfApi().model_info(name, timeout=HUB_TIMEOUT_S))
+        info = within(HUB_TIMEOUT_S, lambda: HfApi().model_info(name, timeout=HUB_TIMEOUT_S))
+        if weights and not any(file.rfilename.endswith(".safetensors") for file in info.siblings or []):
+            raise no_safetensors(name)
         return snapshot_download(name, allow_patterns=patterns)
+    except UserError:
+        raise
     except HFValidationError:
         raise UserError(f"{problem} cannot be a name on the Hub; {way_out}") from None
     except RepositoryNotFoundError as error:

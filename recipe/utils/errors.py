@@ -98,9 +98,12 @@ def no_safetensors(model: str) -> UserError:
     if os.path.exists(model) and not (Path(model) / "config.json").exists():
         problem += ". Give a directory that transformers' save_pretrained has written, such as a Trainer's checkpoint-N"
         return UserError(f"{problem}; docs/migrating.md converts the checkpoints of nanoGPT and llm.c")
+    directory, download = model, ""
+    if not os.path.exists(model):
+        directory, download = "converted", f"download it (hf download {model} --local-dir converted) and "
     return UserError(
-        f"{problem}. If you trust the model, convert it with transformers: "
-        f"AutoModelForCausalLM.from_pretrained({model!r}).save_pretrained('converted')"
+        f"{problem}. If you trust the model, {download}convert it in place, beside its tokenizer, with transformers: "
+        f"AutoModelForCausalLM.from_pretrained({directory!r}).save_pretrained({directory!r})"
     )
 
 

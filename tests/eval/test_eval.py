@@ -451,7 +451,6 @@ def test_a_hostile_model_neither_unpickles_nor_runs_code(model_dir, tmp_path, er
         (model / "config.json").write_text(json.dumps(settings))
         error = error_of(module, model)
         assert f"error: {model}: no model.safetensors; pytorch_model.bin, ckpt.pt and the like are pickles" in error
-        assert f"AutoModelForCausalLM.from_pretrained('{model}').save_pretrained('converted')" in error
     (model / "adapter_config.json").write_text('{"base_model_name_or_path": "other/model", "peft_type": "LORA"}')
     with pytest.raises(common.UserError, match="an adapter, not a model: merge it"):  # PEFT loads adapter_model.bin
         load(model)
@@ -510,6 +509,18 @@ def test_an_incomplete_or_damaged_model_is_refused(model_dir, tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 500}))
     with pytest.raises(common.UserError, match="it has 500 embeddings, and its tokenizer 50,257 tokens"):
         load_with(weights | {"transformer.wte.weight": weights["transformer.wte.weight"][:500]})
+
+
+def test_the_conversion_that_an_error_names_keeps_the_tokenizer(model_dir, tmp_path, error_of):
+    model = shutil.copytree(model_dir, tmp_path / "model")
+    weights = load_file(model / "model.safetensors")
+    torch.save(weights, model / "pytorch_model.bin")
+    (model / "model.safetensors").unlink()
+    code = re.search(r"with transformers: (.*)\n", error_of(sample, model))[1]
+    exec(code, {"AutoModelForCausalLM": AutoModelForCausalLM})
+    converted = load(model)
+    assert all(torch.equal(weights[name], tensor) for name, tensor in load_file(model / "model.safetensors").items())
+    assert converted.encode("ROMEO:") == load(model_dir).encode("ROMEO:")
 
 
 class RopeConfig(GPT2Config):

@@ -267,7 +267,8 @@ class Hub:
         if action == "commit":
             return self._commit(name, revision, [json.loads(line) for line in body.splitlines()])
         private = self.models[name].private
-        return reply({"id": name, "sha": head.oid, "private": private, "gated": False, "siblings": []})
+        siblings = [{"rfilename": path} for path in head.files]
+        return reply({"id": name, "sha": head.oid, "private": private, "gated": False, "siblings": siblings})
 
     def _at(self, name: str, oid: str) -> dict[str, bytes]:
         """The files of a commit, or of a branch."""

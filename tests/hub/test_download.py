@@ -7,13 +7,15 @@ import time
 
 import pytest
 
-from recipe.config import DataConfig
+from recipe.config import DataConfig, parse_config
 from recipe.data.hub_text import HubText
 from recipe.hub import access, download
+from recipe.model.build import check_init_from
 from recipe.utils.download import HUB_TIMEOUT_S, local_copy
 from recipe.utils.errors import Unreachable, UserError
 from tests.eval.conftest import load
-from tests.hub import Fault
+from tests.hub import REPO, Fault
+from tests.hub.server import Model
 
 REQUESTS = {
     "an evaluation": lambda: load("acme/gpt2"),
@@ -71,3 +73,12 @@ def test_a_hub_that_refuses_every_request_for_a_while_is_not_a_mistake(hub, stat
     with pytest.raises(UserError, match="the Hub reports RepositoryNotFoundError: ") as error:
         text.newest()
     assert not isinstance(error.value, Unreachable)
+
+
+def test_weights_of_a_model_that_has_only_pickles_are_refused_before_text_is_prepared(hub):
+    """As many models of 2020 are. The way out keeps their tokenizer."""
+    hub.models[REPO] = Model()
+    hub.files(REPO, "main").update({"config.json": b"{}", "pytorch_model.bin": b""})
+    error = r"acme/gpt2: no model\.safetensors; .*\(hf download acme/gpt2 --local-dir converted\).*\('converted'\)$"
+    with pytest.raises(UserError, match=error):
+        check_init_from(parse_config([f"--init_from={REPO}"]))
