@@ -7,6 +7,7 @@ import math
 import re
 import shutil
 import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -457,14 +458,19 @@ def test_weights_of_another_vocabulary_are_refused(trained_run, tmp_path):
         ok(start(tokenizer, init_from, "--dry_run"))
 
 
-def test_tokenizers_that_cannot_make_shards_are_refused(tmp_path):
+def test_tokenizers_that_cannot_make_shards_are_refused(tmp_path, monkeypatch):
     characters = Tokenizer(models.BPE(vocab={"a": 0, END: 1}, merges=[]))
     words, broken, random = train_tokenizer(), train_tokenizer(), train_tokenizer()
     words.pre_tokenizer = pre_tokenizers.Whitespace()  # loses blanks, and bytes beyond ASCII
     broken.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), pre_tokenizers.ByteLevel(False)])
     random.model.dropout = 0.1
     (tmp_path / "empty").mkdir()
+    (tmp_path / "pieces").mkdir()  # as of rinna's Japanese GPT-2s
+    (tmp_path / "pieces" / "spiece.model").write_bytes(b"\n\x0e\n\x05<unk>")
+    (tmp_path / "pieces" / "tokenizer_config.json").write_text('{"tokenizer_class": "T5Tokenizer"}')
+    monkeypatch.setitem(sys.modules, "sentencepiece", None)
     cases = {
+        str(tmp_path / "pieces"): r"cannot be loaded \(it needs the package sentencepiece: pip install sentencepiece\)",
         save(train_tokenizer(), tmp_path / "no_end", eos_token=None): "has no eos_token, which precedes each document",
         save(characters, tmp_path / "characters"): "loses text: of 'One .*', its tokens give back ''",
         save(words, tmp_path / "words"): "loses text: of .*; give it ByteLevel as its last pre_tokenizer",
