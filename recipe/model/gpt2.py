@@ -260,6 +260,8 @@ class GPT2LMHeadModel(nn.Module):
         head = tensors.pop("lm_head.weight", None)
         if "wte.weight" in tensors:  # OpenAI's files on the Hub were saved from the bare GPT2Model
             tensors = {f"transformer.{k}": v for k, v in tensors.items()}
+        if head is not None:  # safetensors' save_model writes only this one of the two names
+            tensors.setdefault("transformer.wte.weight", head)
         shapes, own_shapes = ({k: tuple(v.shape) for k, v in named.items()} for named in (tensors, self.state_dict()))
         if wrong := [name for name in own_shapes | shapes if shapes.get(name) != own_shapes.get(name)]:
             shape, own_shape = (named.get(wrong[0], "missing") for named in (shapes, own_shapes))

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import save_file, save_model
 from torch.utils import checkpoint as torch_checkpoint
 from transformers import AutoModelForCausalLM, GPT2Config
 
@@ -204,6 +204,8 @@ def test_loads_openais_layout_and_names_what_does_not_fit(tmp_path):
     with pytest.raises(UserError, match=r"transformer\.ln_f\.bias has values that are NaN or infinite"):
         load(weights | {"ln_f.bias": torch.full((32,), math.nan)})
     assert torch.equal(load(weights | {"lm_head.weight": weights["wte.weight"].clone()}).head_weight, model.head_weight)
+    save_model(transformers.GPT2LMHeadModel.from_pretrained(tmp_path), tmp_path / "model.safetensors")  # without wte
+    assert torch.equal(own_model(tmp_path).head_weight, model.head_weight)
     with pytest.raises(UserError, match=r"its lm_head\.weight is not its embedding"):
         load(weights | {"lm_head.weight": weights["wte.weight"] + 1})
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
