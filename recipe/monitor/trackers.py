@@ -135,7 +135,8 @@ class Tracker:
         )
         run = wandb.run
         assert run
-        upload_command = f"wandb sync {Path(run.dir).parent}"
+        # All sessions at once, which wandb uploads in order: a step below those it has is dropped.
+        upload_command = f"wandb sync {Path(run.dir).parents[1]}/offline-run-*{self.run_id}*"
         if run.offline:
             return tracker, f"wandb is offline; to upload: {upload_command}"
         return tracker, f"wandb {run.url or 'is disabled by WANDB_MODE'}"

@@ -6,6 +6,7 @@ import re
 import sqlite3
 import sys
 from contextlib import closing, suppress
+from glob import glob
 from importlib.util import find_spec
 from pathlib import Path
 from unittest.mock import MagicMock
@@ -106,7 +107,7 @@ def test_trackio_continues_the_run(tmp_path, home, monkeypatch):
 @needs["wandb"]
 @pytest.mark.parametrize("swept", [False, True])
 def test_wandb_continues_the_run_and_is_offline_without_a_key(tmp_path, messages, monkeypatch, swept):
-    """By hand also that of a sweep, whose agent has chosen its id."""
+    """By hand also that of a sweep, whose agent has chosen its id. One command uploads both sessions."""
     run = tmp_path / "run"
     with monkeypatch.context() as agent:
         if swept:
@@ -118,7 +119,8 @@ def test_wandb_continues_the_run_and_is_offline_without_a_key(tmp_path, messages
     assert names
     # wandb adds "-1" to the second folder of the same second.
     assert all(name.removesuffix("-1").endswith(tracker.run_id) for name in names)
-    assert messages()[0].startswith(f"tracker    wandb is offline; to upload: wandb sync {run}/wandb/offline-run-")
+    assert messages()[-1].startswith(f"tracker    wandb is offline; to upload: wandb sync {run}/wandb/offline-run-")
+    assert len(glob(messages()[-1].rpartition(" ")[2])) == len(names) == 2
 
 
 @pytest.mark.slow
