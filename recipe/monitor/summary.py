@@ -1,6 +1,7 @@
 """The panels printed before the first step, which are the only output of --dry_run, and after the last step."""
 
 import logging
+import math
 import os
 import shlex
 import shutil
@@ -60,7 +61,8 @@ def describe(config: Config, batch: BatchPlan, strategy: Strategy, auto_lines: S
     yield _disk(config)
     if not config.undecided:
         yield _forecast(config, batch, strategy)
-    notes = (*_position_notes(config), *disk_notes(config), *_launch_notes(strategy), *_device_notes(config, strategy))
+    notes = (*_position_notes(config), *_best_notes(config), *disk_notes(config))
+    notes += (*_launch_notes(strategy), *_device_notes(config, strategy))
     yield from (f"note       {note}" for note in notes)
 
 
@@ -153,6 +155,16 @@ def _position_notes(config: Config) -> Iterator[str]:
         yield (
             f"positions above sequence_length {length} stay untrained, so longer texts come out as nonsense; "
             f"--n_positions {length} makes a model without them"
+        )
+
+
+def _best_notes(config: Config) -> Iterator[str]:
+    """Steps that are both validated and saved, if those are few: the best checkpoint is one of them."""
+    evaluated, saved = config.run.eval_steps, config.run.save_steps
+    if isinstance(evaluated, int) and isinstance(saved, int) and saved % evaluated and evaluated % saved:
+        yield (
+            f"only every {math.lcm(evaluated, saved):,} steps a checkpoint is validated too, and the best of those is "
+            f"kept: let one of eval_steps {evaluated} and save_steps {saved} divide the other"
         )
 
 

@@ -235,6 +235,13 @@ def test_a_field_without_the_one_that_it_needs_is_noted():
     assert "note" not in panel("h100", *argv, "--push_to_hub")
 
 
+def test_steps_that_keep_the_best_checkpoint_only_now_and_then_are_noted():
+    """The default recipe validates every 175 steps."""
+    note = "only every 700 steps a checkpoint is validated too, and the best of those is kept: "
+    assert panel("h100", "--config=shakespeare", "--save_steps=100")["note"].startswith(note)
+    assert not [save for save in ("35", "350", "end") if "note" in panel("h100", f"--save_steps={save}")]
+
+
 def test_positions_that_no_sequence_reaches_are_noted():
     note = "positions above sequence_length 512 stay untrained, so longer texts come out as nonsense; --n_positions "
     shorter = panel("h100", "--config=gpt2", "--sequence_length=512")
