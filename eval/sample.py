@@ -35,14 +35,14 @@ def generate(loaded: common.Loaded, prompt: str, args: argparse.Namespace) -> li
     """`args.num_samples` continuations, each printed after the prompt while it is drawn.
 
     A prompt that leaves at least one position is used in full and followed by as many tokens as fit. A longer prompt is
-    truncated on the left to make room for all new tokens. Both cases print a note.
+    truncated on the left to make room for the new tokens, at most half of the positions. Both cases print a note.
     """
     tokenizer, positions = loaded.tokenizer, loaded.n_positions
     prompt_ids = tokenizer.encode(prompt, add_special_tokens=False, verbose=False) or [tokenizer.eos_token_id]
     if prompt_ids == [None]:
         raise common.UserError("the prompt is empty, and the tokenizer has no eos_token to start from")
     room = positions - len(prompt_ids)
-    n_new = min(args.max_new_tokens, room if room > 0 else positions - 1)
+    n_new = min(args.max_new_tokens, room if room > 0 else positions // 2)
     context_ids = prompt_ids[-(positions - n_new) :]
     if n_new < args.max_new_tokens:
         print(f"note: {n_new} new tokens instead of {args.max_new_tokens}: the model has {positions} positions")

@@ -335,6 +335,8 @@ def test_a_prompt_that_fits_is_used_in_full_and_a_longer_one_is_truncated_on_the
     long, screen = sampled(loaded, capsys, *flags, prompt="".join(words))
     assert "only the last 60 of the prompt's 100 tokens fit" in screen
     assert long == sampled(loaded, capsys, *flags, prompt="".join(words[-60:]))[0]
+    screen = sampled(loaded, capsys, "--max_new_tokens", "100", prompt="".join(words))[1]
+    assert "only the last 32 of the prompt's 100 tokens fit" in screen
     flags[1] = "50"
     text, screen = sampled(loaded, capsys, *flags, prompt="".join(words[:60]))
     assert "only the last" not in screen
