@@ -11,6 +11,7 @@ which is then trained. Any field of a recipe may be given too (--precision fp32)
 from __future__ import annotations
 
 import argparse
+import glob
 import logging
 import math
 import os
@@ -153,7 +154,10 @@ def parse_request(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     for name in given & FIXED:
         raise UserError(f"--{name}: best.py needs Muon and wsd; edit a copy of its recipe, or use train.py")
     request.given = given - {"dry_run", "fresh", "run_name"}
-    request.run_name = re.sub(r"[^\w.-]+", "-", f"{Path(request.text).name.partition('.')[0]}-{amount}").strip("-.")
+    name = Path(request.text)
+    while glob.has_magic(name.name) and not name.exists():
+        name = name.parent
+    request.run_name = re.sub(r"[^\w.-]+", "-", f"{name.name.partition('.')[0]}-{amount}").strip("-.")
     request.title = f"From recipe/best.py for {amount} of {request.text}"
     if request.price_per_hour:
         request.title += f", at {request.price_per_hour:g} an hour"

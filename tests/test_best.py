@@ -565,7 +565,8 @@ def test_a_recipe_does_not_name_the_home_directory(tmp_path, call_here, monkeypa
 )
 def test_print_run_prints_the_directory_of_the_run_after_its_length(length, name, call_here):
     """The Makefile samples from it: another run may be newer. A billion was once named 1e-09."""
-    assert call_here("--text", "a/my text.txt", length, "--print_run").stdout == f"runs/my-text-{name}\n"
+    for text in ("a/my text.txt", "a/my text/**/*.py"):
+        assert call_here("--text", text, length, "--print_run").stdout == f"runs/my-text-{name}\n"
 
 
 @pytest.mark.parametrize(
