@@ -6,6 +6,7 @@ import hashlib
 import io
 import json
 import logging
+import os
 import re
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -18,8 +19,10 @@ from typing import BinaryIO
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import yaml
+from huggingface_hub import DatasetCard
 
-from recipe.config.catalog import PACKED, TEXT_SUFFIXES, endings, text_files, text_suffix
+from recipe.config.catalog import PACKED, TEXT_SUFFIXES, TextListing, endings, text_files, text_suffix
 from recipe.data.shards import Manifest
 from recipe.data.tokenizer import GPT2Tokenizer
 from recipe.utils.errors import UserError, reading
@@ -50,6 +53,7 @@ _NOT_TEXT = {
 }
 _BINARY = (".parquet", ".arrow")
 _ROWS = 16  # of a parquet file to read at once: one may have some MB
+_LISTS_SUBSETS = re.compile(r"---\n(?:(?!---).*\n)*configs:")  # in the header of a data set's README.md on the Hub
 _JSON_FORMAT = "expected one object per line, or in .json an array of objects"
 
 Content = str | np.ndarray  # of a piece, never empty: text, or token ids, (tokens,), of the tokenizer's type
@@ -186,10 +190,13 @@ def in_pieces(text: str) -> Iterator[str]:
 class TextFiles:
     """Local text files, read in order and never all loaded at once."""
 
-    def __init__(self, name: str, column: Column):
-        """`name` is a file, a glob or a directory; `paths` is empty if no text file matches. `size` is the
-        number of bytes, and `position` that of the bytes read. Raises UserError for a broken link."""
-        self._listing, self.column, self._name = text_files(name), column, name
+    def __init__(self, name: str, column: Column, subset: str = "", split: str = "train"):
+        """`name` is a file, a glob or a directory; `subset` and `split` are for a copy of a Hub data set. `paths` is
+        empty if no text file matches. `size` is the number of bytes, and `position` that of the bytes read. Raises
+        UserError for a broken link, and for a subset or split that the text does not have."""
+        self._listing, self.column, self._name, self._subset = text_files(name), column, name, ""
+        if self._listing.files:
+            self._listing, self._subset = _of_subset(self._listing, Path(name), subset, split)
         self.paths = self._listing.files
         self._starts = [0, *accumulate(map(_size_of, self.paths))]
         self.size, self.position = self._starts[-1], 0
@@ -213,6 +220,9 @@ class TextFiles:
     def pin(self, manifest: Manifest) -> None:
         """Logs which files are skipped; there is no commit to pin."""
         _, links, splits, others = self._listing
+        if self._subset:
+            message = "data       %s of %s that its README.md gives for %s; other files are skipped"
+            logger.info(message, plural(len(self.paths), "file"), self._name, self._subset)
         if links:
             names = [f"{path} is {file}" for path, file in links.items()]
             message = "data       %s skipped, since each file is read only once: %s"
@@ -318,6 +328,37 @@ class TextFiles:
             self.position = start + packed_file.tell()
             yield chunk
             chunk = file.read(MAX_PIECE)
+
+
+def _of_subset(listing: TextListing, directory: Path, subset: str, split: str) -> tuple[TextListing, str]:
+    """In a copy of a Hub data set whose README.md lists subsets: the files that load_dataset reads, and the names of
+    their subset and split. Of any other text, all files and an empty name."""
+    card, glob = directory / "README.md", "name files by a quoted glob, without dataset_config and dataset_split"
+    if not (card.is_file() and _LISTS_SUBSETS.match(card.read_text("utf-8", "replace"))):
+        if subset or split != "train":
+            asked = " ".join(filter(None, (subset, split)))
+            raise UserError(f"{directory}: no README.md there says which files are {asked!r}; download it, or {glob}")
+        return listing, ""
+    from datasets.data_files import get_data_patterns, resolve_pattern, sanitize_patterns
+    from datasets.utils.metadata import MetadataConfigs
+
+    try:
+        subsets = MetadataConfigs.from_dataset_card_data(DatasetCard.load(card).data)
+        subset = subset or subsets.get_default_config_name() or ""
+        if subset not in subsets:
+            raise ValueError(f"choose one of its subsets with --dataset_config: {', '.join(subsets)[:1000]}")
+        base, patterns = str(directory / subsets[subset].get("data_dir", "")), subsets[subset].get("data_files")
+        splits = sanitize_patterns(patterns) if patterns else get_data_patterns(base)
+        if split not in splits:
+            raise ValueError(f"choose a split of {subset} with --dataset_split: {', '.join(map(str, splits))}")
+        names = [os.path.abspath(name) for pattern in splits[split] for name in resolve_pattern(pattern, base)]
+        paths = (*listing.files, *listing.links, *listing.splits)  # none outside the directory
+        texts = {os.path.abspath(path): path for path in paths}
+        if not (files := [texts[name] for name in names if name in texts]):
+            raise ValueError(f"the files of {subset} {split} are not text")
+    except (ValueError, FileNotFoundError, yaml.YAMLError) as error:
+        raise UserError(f"{card}: {error}; or {glob}") from None
+    return TextListing(files, {}, [], []), f"{subset} {split}"
 
 
 def _size_of(path: Path) -> int:

@@ -61,7 +61,8 @@ def texts_of(data: DataConfig, *, streamed: bool = False) -> list[DataConfig]:
     training text, unless it is `streamed`."""
     texts = [data] if data.train_text and not streamed else []
     if data.val_text:  # with val_data, nothing of a text is held out
-        texts.insert(0, replace(data, train_text=data.val_text, dataset_name=os.path.dirname(data.val_data)))
+        names = {"train_text": data.val_text, "dataset_name": os.path.dirname(data.val_data)}
+        texts.insert(0, replace(data, **names, dataset_config="", dataset_split="train"))
     return texts
 
 

@@ -33,7 +33,8 @@ Span = tuple[dict, np.ndarray]  # the position and the tokens, (tokens,), of a d
 def open_text(data: DataConfig) -> TextFiles | HubText:
     """The text that `train_text` names. Raises UserError if it names none."""
     column = Column(data.text_column, open_tokenizer(data.tokenizer))
-    files, path = TextFiles(data.train_text, column), Path(data.train_text)
+    files = TextFiles(data.train_text, column, data.dataset_config, data.dataset_split)
+    path = Path(data.train_text)
     if files.paths:
         return files
     if REPO_NAME.fullmatch(data.train_text) and not path.exists() and not text_suffix(path):

@@ -456,6 +456,44 @@ def test_the_training_split_that_save_to_disk_wrote_is_trained_on(tmp_path, capl
     assert f"beside a training split: {tmp_path}/saved/test/data-00000-of-00001.arrow;" in caplog.text
 
 
+def test_a_copy_of_a_hub_data_set_is_read_as_load_dataset_reads_it(workdir):
+    """Of subsets in one repository, such as wikitext's, and of files beside them, such as TinyStories' .txt, only what
+    README.md gives; none of them mixed with another."""
+    card = "---\nlicense: mit\nconfigs:\n"
+    for number, subset in enumerate(("raw", "tokenized")):
+        card += f"- config_name: {subset}\n  data_files:\n"
+        for split, start in (("train", 0), ("test", 20)):
+            card += f"  - split: {split}\n    path: {subset}/{split}-*\n"
+            (path := workdir / f"copy/{subset}/{split}-0.jsonl").parent.mkdir(parents=True, exist_ok=True)
+            write_jsonl(path, DOCUMENTS[100 * number + start :][:20])
+    (workdir / "copy/README.md").write_text(f"{card}---\n# Text\n")
+    write_jsonl(workdir / "copy/raw-train.jsonl", DOCUMENTS[200:220])
+
+    def tokens(*words) -> list[int]:
+        directory = opened(*words)[2].dataset_name
+        return tokens_in(directory, "train") + tokens_in(directory, "val")
+
+    (workdir / "val.txt").write_text(TEXT[5000:9000])
+    subset = ["--dataset_name=copy", "--dataset_config=tokenized"]
+    assert tokens(*subset) == tokens_of(DOCUMENTS[100:120])
+    assert tokens(*subset, "--dataset_split=test") == tokens_of(DOCUMENTS[120:140])
+    text = opened(*subset, "--val_data=val.txt")[2].dataset_name
+    assert tokens_in(text, "train") == tokens_of(DOCUMENTS[100:120])
+    assert tokens("--dataset_name=copy/raw/train*") == tokens_of(DOCUMENTS[:20])
+    write_jsonl(workdir / "d.jsonl", DOCUMENTS[:20])
+    for words, message in (
+        (["copy"], "copy/README.md: choose one of its subsets with --dataset_config: raw, tokenized; or name files"),
+        (
+            ["copy", "--dataset_config=raw", "--dataset_split=dev"],
+            "choose a split of raw with --dataset_split: train, test",
+        ),
+        (["d.jsonl", "--dataset_config=raw"], "d.jsonl: no README.md there says which files are 'raw train'"),
+        (["copy/raw", "--dataset_split=test"], "copy/raw: .* which files are 'test'; .* name files by a quoted glob"),
+    ):
+        with pytest.raises(UserError, match=message):
+            opened(f"--dataset_name={words[0]}", *words[1:])
+
+
 def test_a_subdirectory_that_cannot_be_read_is_an_error(tmp_path, monkeypatch):
     """pathlib would skip it. Hidden directories and lost+found are skipped, since they hold no text of the user's."""
     for name in ("part-1", "part-2", ".trash", "lost+found"):
