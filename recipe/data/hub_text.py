@@ -4,10 +4,12 @@ Before the first success a failure of the Hub is an error; afterwards reading is
 stopped. The token stays in the environment, where huggingface_hub reads it.
 """
 
+import io
 import logging
 import time
 from collections.abc import Iterator
 
+import pyarrow as pa
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
 
@@ -102,7 +104,11 @@ class HubText:
     def _rows(self, stream: dict | None) -> Iterator[tuple[int, dict, dict | None]]:
         """Yields (index, row, the last position at or before it at which a stream can resume)."""
         import datasets.config
+        import fsspec.compression
 
+        # Before Python 3.14 it reads .zst with another package alone; local text is unpacked by pyarrow, too.
+        unpack = lambda file, mode="rb": io.BufferedReader(pa.input_stream(file, "zstd"))  # noqa: E731
+        fsspec.compression.register_compression("zstd", unpack, "zst", force=True)
         # The library's own retries wait up to twenty minutes without a message.
         for setting in ("READ_MAX_RETRIES", "OPEN_MAX_RETRIES"):
             setattr(datasets.config, f"STREAMING_{setting}", 1)

@@ -28,7 +28,7 @@ TOKEN = "canary-hf-token"
 
 @pytest.fixture
 def hub(prepared, tmp_path):
-    """a/text holds the documents as parquet, a/tokens their tokens as JSON lines."""
+    """a/text holds the documents as parquet, a/tokens their tokens as compressed JSON lines."""
     root = tmp_path / "hub"
     text, tokens = root / "a" / "text", root / "a" / "tokens"
     for directory in (text, tokens):
@@ -38,7 +38,8 @@ def hub(prepared, tmp_path):
         documents = DOCUMENTS[lo : lo + 200]
         table = pa.table({"text": documents, "id": range(lo, lo + len(documents))})
         pq.write_table(table, text / "sample" / f"{i:03d}.parquet", row_group_size=50)
-        write_tokens(tokens / "sample" / f"{i:03d}.jsonl", documents)
+        lines = write_tokens(tmp_path / "lines.jsonl", documents).read_bytes()
+        (tokens / "sample" / f"{i:03d}.jsonl.zst").write_bytes(pa.compress(lines, "zstd", asbytes=True))
     with Hub(root) as server:
         server.token = TOKEN
         yield server
