@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 ANSWER_S = 30.0  # seconds for the Hub's complete answer to the first request
 _RETRIES = 20  # of one document, over 15 minutes; then a Hub that goes on failing ends the run
 _MAX_DELAY_S = 60  # seconds between two attempts
+_CONVERTED = "refs/convert/parquet"  # a branch that the Hub makes, with a directory for each subset
 _STATE_EVERY = 256  # documents between positions at which a stream can resume
 
 
@@ -54,12 +55,19 @@ class HubText:
         return {field: getattr(self._data, field) for field in fields}
 
     def newest(self) -> dict:
-        """{"commit": the newest commit of `dataset_revision`}. Raises UserError."""
+        """{"commit": the newest commit of `dataset_revision`}. Raises UserError, also where several subsets would be
+        mixed, since a converted copy has no README.md."""
         try:
             revision = self._data.dataset_revision or None
             info = within(ANSWER_S, lambda: HfApi().dataset_info(self.repo, revision=revision, timeout=ANSWER_S))
         except Exception as error:
             raise self._error(error) from None
+        if revision == _CONVERTED:
+            subset, paths = self._data.dataset_config, [file.rfilename for file in info.siblings or []]
+            subsets = sorted({path.partition("/")[0] for path in paths if "/" in path})
+            if (subset or len(subsets) > 1) and subset not in subsets:
+                listed = ", ".join(subsets)[:1000]
+                raise UserError(f"data set {self.name}, {revision}: choose a subset with --dataset_config: {listed}")
         return {"commit": info.sha}
 
     def pin(self, manifest: Manifest) -> None:
@@ -96,9 +104,11 @@ class HubText:
         has rejected the name or the token."""
         rejections = HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
         status = getattr(getattr(error, "response", None), "status_code", 0)
+        way_out = "check the name, --dataset_config, --dataset_split and the network, or give text on this disk"
+        if "scripts are no longer supported" in str(error):
+            way_out = f"the Hub may have a converted copy: --dataset_revision {_CONVERTED}"
         return (UserError if isinstance(error, rejections) or status in (401, 403) else Unreachable)(
-            f"data set {self.name}: no such path on this disk, and the Hub reports {_reason(error)}; check the name, "
-            "--dataset_config, --dataset_split and the network, or give text on this disk"
+            f"data set {self.name}: no such path on this disk, and the Hub reports {_reason(error)}; {way_out}"
         )
 
     def _rows(self, stream: dict | None) -> Iterator[tuple[int, dict, dict | None]]:
@@ -116,7 +126,10 @@ class HubText:
             setattr(datasets.config, f"STREAMING_{setting}_RETRY_INTERVAL", 0)
         if self._dataset is None:
             subset, split = self._data.dataset_config or None, self._data.dataset_split
-            self._dataset = datasets.load_dataset(self.repo, subset, split=split, revision=self.commit, streaming=True)
+            name, directory = (None, subset) if self._data.dataset_revision == _CONVERTED else (subset, None)
+            self._dataset = datasets.load_dataset(
+                self.repo, name, data_dir=directory, split=split, revision=self.commit, streaming=True
+            )
         file_count = self._dataset.num_shards
         index, first_file, file_state = 0, 0, None  # `file_state`: the position in the first file
         if stream:

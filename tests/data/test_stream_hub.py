@@ -120,13 +120,19 @@ def test_what_the_hub_does_not_have_is_an_error_without_a_retry(prepared, hub, a
         shutil.copytree(hub.root / "a" / "text" / "sample", hub.root / "a" / "several" / name)
     configs = "".join(f"- config_name: {name}\n  data_files: {name}/*\n" for name in ("en", "de"))
     (hub.root / "a" / "several" / "README.md").write_text(f"---\nconfigs:\n{configs}---\n")
+    shutil.copytree(hub.root / "a" / "several" / "en", hub.root / "a" / "converted" / "en" / "train")
+    shutil.copytree(hub.root / "a" / "several" / "de", hub.root / "a" / "converted" / "de" / "train")
+    converted = {"train_text": "a/converted", "dataset_revision": "refs/convert/parquet"}
+    choose = "^UserError: data set a/converted, refs/convert/parquet: choose a subset with --dataset_config: de, en$"
     cases = [
+        (converted, choose),
+        (converted | {"dataset_config": "fr"}, choose),
         ({"train_text": "a/several"}, r"data set a/several: .*\['en', 'de'\].*; check the name, --dataset_config, "),
         ({"train_text": "a/none"}, r"^UserError: data set a/none: .*the Hub reports .*RepositoryNotFound"),
         ({"dataset_config": "sample-1BT"}, r"data set a/text: .*sample-1BT.*(?s:.*)check the name"),
         ({"dataset_revision": "v9"}, r"data set a/text: .*the Hub reports .*RevisionNotFound"),
         ({"text_column": "body"}, "a/text: no column 'body'; there are: text, id"),
-        ({"train_text": "a/script"}, r"data set a/script: .* scripts are no longer supported"),
+        ({"train_text": "a/script"}, r"data set a/script: .* scripts are .*: --dataset_revision refs/convert/parquet$"),
         ({"train_text": "a/tokens"}, r"^UserError: data set a/tokens: .*Invalid credentials"),
         ({"train_text": "a/gated"}, r"^UserError: data set a/gated: "),
     ]
@@ -142,6 +148,16 @@ def test_what_the_hub_does_not_have_is_an_error_without_a_retry(prepared, hub, a
     for error, (_, message) in zip(json.loads(errors), cases, strict=True):
         assert re.search(message, error), error
         assert "canary" not in error
+
+
+def test_of_a_script_that_the_hub_has_converted_one_subset_is_read(prepared, hub, at_the_hub, tmp_path):
+    """Not all of them, one after the other: the converted copy has no README.md."""
+    shutil.copytree(hub.root / "a" / "text" / "sample", hub.root / "a" / "converted" / "en" / "train")
+    (german := hub.root / "a" / "converted" / "de" / "train").mkdir(parents=True)
+    pq.write_table(pa.table({"text": ["Deutsch"] * 20}), german / "0000.parquet")
+    changes = {"dataset_config": "en", "dataset_revision": "refs/convert/parquet"}
+    data = from_hub(prepared, tmp_path / "s", train_text="a/converted", **changes)
+    assert_streamed(data, dataset_of(prepared), 0.5)
 
 
 @pytest.mark.slow

@@ -168,7 +168,8 @@ class Hub:
                 return error(401, "" if authorization else "RepoNotFound", "Invalid username or password.")
             if path == "/api/repos/create":
                 return self._create(json.loads(body))
-            if match := re.fullmatch(r"(?:/api)?/datasets/([^/]+/[^/]+)(?:/(\w[\w-]*)/([^/]+)(?:/(.+))?)?", path):
+            revision = r"(refs/convert/parquet|[^/]+)"
+            if match := re.fullmatch(rf"(?:/api)?/datasets/([^/]+/[^/]+)(?:/(\w[\w-]*)/{revision}(?:/(.+))?)?", path):
                 return self._data_set(*match.groups(), query, headers.get("Range"), body)
             if match := re.fullmatch(r"/([^/]+/[^/]+)\.git/info/lfs/objects/batch", path):
                 return self._batch(json.loads(body))
@@ -187,7 +188,7 @@ class Hub:
         top = self.root / name
         if not top.is_dir():
             return error(401, "RepoNotFound", "Invalid username or password.")
-        if revision not in (None, "main", self.commit):
+        if revision not in (None, "main", "refs/convert/parquet", self.commit):
             return error(404, "RevisionNotFound", f"Invalid rev id: {revision}")
         if action == "resolve":
             content = (top / path).read_bytes() if (top / path).is_file() else None
