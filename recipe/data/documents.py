@@ -53,6 +53,7 @@ _NOT_TEXT = {
 }
 _BINARY = (".parquet", ".arrow")
 _ROWS = 16  # of a parquet file to read at once: one may have some MB
+_ROWS_TO_FIND_COLUMN = 100  # at the start of a JSON file
 _LISTS_SUBSETS = re.compile(r"---\n(?:(?!---).*\n)*configs:")  # in the header of a data set's README.md on the Hub
 _JSON_FORMAT = "expected one object per line, or in .json an array of objects"
 
@@ -296,15 +297,19 @@ class TextFiles:
             else:
                 yield from self.column.separated_text(self._chunks(file, packed_file, start))
                 return
-            n_without = 0
+            number, n_without = 0, 0
             for number, (location, row) in enumerate(rows, 1):
                 self.position = start + packed_file.tell()
                 if not isinstance(row, dict):
                     raise UserError(f"{path}, {location}: a JSON {type(row).__name__}; {_JSON_FORMAT}")
-                if number > 1 and self.column.name not in row:  # as in logs that omit what is empty
-                    n_without += 1
+                if self.column.name in row:
+                    yield from self.column.pieces(row, f"{path}, {location}", separated=True)
                     continue
-                yield from self.column.pieces(row, f"{path}, {location}", separated=True)
+                n_without += 1  # as in logs, and in the exports of Spark and BigQuery, which omit what is empty
+                if n_without == number == _ROWS_TO_FIND_COLUMN:
+                    break
+            if n_without and n_without == number:
+                self.column.check_is_in(row, f"{path}, {location}")
             if n_without:
                 logger.warning("data       %s: %s of %s rows have no %r", path, n_without, number, self.column.name)
 

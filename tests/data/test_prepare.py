@@ -468,10 +468,13 @@ def test_a_file_that_cannot_be_used_is_named_with_a_way_out(tmp_path, name, data
         prepare(data_of(tmp_path / "in" / name, tmp_path / "out", val_fraction=1e-4))
 
 
-def test_a_row_without_the_key_is_an_empty_document_unless_it_is_the_first(tmp_path, capsys):
-    """As logs omit what is empty."""
+def test_a_row_without_the_key_is_an_empty_document_unless_the_first_100_lack_it(tmp_path, capsys):
+    """As logs, and the exports of Spark and BigQuery, omit what is empty."""
     set_up_logging()
-    (tmp_path / "d.jsonl").write_text('{"text": "a"}\n{"id": 2}\n{"text": null}\n{"text": "b"}\n')
+    (tmp_path / "d.jsonl").write_text('{"id": 1}\n' * 100 + '{"text": "a"}')
+    with pytest.raises(UserError, match=r"d\.jsonl, line 100: no column 'text'; there are: id"):
+        prepare(data_of(tmp_path / "d.jsonl", tmp_path / "out", val_fraction=0))
+    (tmp_path / "d.jsonl").write_text('{"id": 2}\n{"text": "a"}\n{"text": null}\n{"text": "b"}\n')
     prepare(data_of(tmp_path / "d.jsonl", tmp_path / "out", val_fraction=0))
     assert tokens_in(tmp_path / "out", "train") == tokens_of(["a", "b"])
     assert "d.jsonl: 1 of 4 rows have no 'text'\n" in capsys.readouterr().out
