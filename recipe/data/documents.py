@@ -51,6 +51,7 @@ _NOT_TEXT = {
     b"\xfd7zXZ": "compressed by xz: unpack it by xz -dk",
     b"\xff\xfe": "text in UTF-16: convert it by iconv -f UTF-16 -t UTF-8 FILE > NEW",
 }
+_LFS_POINTER = b"version https://git-lfs"  # as git clone leaves where Git LFS is not installed
 _BINARY = (".parquet", ".arrow")
 _ROWS = 16  # of a parquet file to read at once: one may have some MB
 _ROWS_TO_FIND_COLUMN = 100  # at the start of a JSON file
@@ -259,6 +260,9 @@ class TextFiles:
     def _pieces_in(self, path: Path, start: int) -> Iterator[tuple[int, Content]]:
         """Yields (index of the piece in its document, piece) for a file."""
         suffix, self.position = text_suffix(path), start
+        with path.open("rb") as file:
+            if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
+                raise UserError(f"{path} is a pointer of Git LFS: fetch the file by git lfs pull or hf download")
         if suffix == ".parquet":
             with pq.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as file:  # else it loads a row group
                 self.column.check_is_in(file.schema_arrow.names, str(path))
@@ -351,7 +355,7 @@ def _of_subset(listing: TextListing, directory: Path, subset: str, split: str) -
         subsets = MetadataConfigs.from_dataset_card_data(DatasetCard.load(card).data)
         subset = subset or subsets.get_default_config_name() or ""
         if subset not in subsets:
-            raise ValueError(f"choose one of its subsets with --dataset_config: {', '.join(subsets)[:1000]}")
+            raise ValueError(f"choose one of its subsets with --dataset_config: {', '.join(subsets)}")
         base, patterns = str(directory / subsets[subset].get("data_dir", "")), subsets[subset].get("data_files")
         splits = sanitize_patterns(patterns) if patterns else get_data_patterns(base)
         if split not in splits:
@@ -362,7 +366,7 @@ def _of_subset(listing: TextListing, directory: Path, subset: str, split: str) -
         if not (files := [texts[name] for name in names if name in texts]):
             raise ValueError(f"the files of {subset} {split} are not text")
     except (ValueError, FileNotFoundError, yaml.YAMLError) as error:
-        raise UserError(f"{card}: {error}; or {glob}") from None
+        raise UserError(f"{card}: {' '.join(str(error).split())[:1000]}; or {glob}") from None
     return TextListing(files, {}, [], []), f"{subset} {split}"
 
 

@@ -415,6 +415,9 @@ def zipped(data: bytes) -> bytes:
     return gzip.compress(data, mtime=0)
 
 
+LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935\nsize 12345\n"
+
+
 @pytest.mark.parametrize(
     ("name", "data", "message"),
     [
@@ -425,6 +428,9 @@ def zipped(data: bytes) -> bytes:
         ("d.jsonl.gz", zipped(b'{"text": "a"}\n' * 9000)[:-20], " cannot be read .*complete"),
         ("d.parquet", b"nonsense", r" cannot be read \(.*\); copy or download it again$"),
         ("d.arrow", b"nonsense", r" cannot be read \(.*\); copy or download it again$"),
+        ("d.parquet", LFS_POINTER, r" is a pointer of Git LFS: fetch the file by git lfs pull or hf download$"),
+        ("d.txt", LFS_POINTER, " is a pointer of Git LFS: "),
+        ("d.json.gz", LFS_POINTER, " is a pointer of Git LFS: "),
         ("d.json", b'[{"text": "a"}, 5]', r", item 2: a JSON int; expected one object per line, or in \.json"),
         ("d.csv", b'id,text\n1,"a', ", line 2: unexpected end of data; is a quote not closed"),
         ("d.csv", b"id,text\n1,a,\n2,b,c\n", ", line 3: fields unlike the header; quote texts .* ','"),
