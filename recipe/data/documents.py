@@ -348,7 +348,7 @@ def _of_subset(listing: TextListing, directory: Path, subset: str, split: str) -
             asked = " ".join(filter(None, (subset, split)))
             raise UserError(f"{directory}: no README.md there says which files are {asked!r}; download it, or {glob}")
         return listing, ""
-    from datasets.data_files import get_data_patterns, resolve_pattern, sanitize_patterns
+    from datasets.data_files import DataFilesList, get_data_patterns, sanitize_patterns
     from datasets.utils.metadata import MetadataConfigs
 
     try:
@@ -360,11 +360,11 @@ def _of_subset(listing: TextListing, directory: Path, subset: str, split: str) -
         splits = sanitize_patterns(patterns) if patterns else get_data_patterns(base)
         if split not in splits:
             raise ValueError(f"choose a split of {subset} with --dataset_split: {', '.join(map(str, splits))}")
-        names = [os.path.abspath(name) for pattern in splits[split] for name in resolve_pattern(pattern, base)]
+        names = map(os.path.abspath, DataFilesList.from_patterns(splits[split], base))
         paths = (*listing.files, *listing.links, *listing.splits)  # none outside the directory
         texts = {os.path.abspath(path): path for path in paths}
         if not (files := [texts[name] for name in names if name in texts]):
-            raise ValueError(f"the files of {subset} {split} are not text")
+            raise ValueError(f"no text of {subset} {split} is there ({', '.join(splits[split])})")
     except (ValueError, FileNotFoundError, yaml.YAMLError) as error:
         raise UserError(f"{card}: {' '.join(str(error).split())[:1000]}; or {glob}") from None
     return TextListing(files, {}, [], []), f"{subset} {split}"

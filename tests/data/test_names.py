@@ -466,6 +466,7 @@ def test_a_copy_of_a_hub_data_set_is_read_as_load_dataset_reads_it(workdir):
             card += f"  - split: {split}\n    path: {subset}/{split}-*\n"
             (path := workdir / f"copy/{subset}/{split}-0.jsonl").parent.mkdir(parents=True, exist_ok=True)
             write_jsonl(path, DOCUMENTS[100 * number + start :][:20])
+    card += "- config_name: all\n  data_dir: raw\n- config_name: none\n  data_files: [none/*.jsonl, ../d.jsonl]\n"
     (workdir / "copy/README.md").write_text(f"{card}---\n# Text\n")
     write_jsonl(workdir / "copy/raw-train.jsonl", DOCUMENTS[200:220])
 
@@ -479,10 +480,18 @@ def test_a_copy_of_a_hub_data_set_is_read_as_load_dataset_reads_it(workdir):
     assert tokens(*subset, "--dataset_split=test") == tokens_of(DOCUMENTS[120:140])
     text = opened(*subset, "--val_data=val.txt")[2].dataset_name
     assert tokens_in(text, "train") == tokens_of(DOCUMENTS[100:120])
-    assert tokens("--dataset_name=copy/raw/train*") == tokens_of(DOCUMENTS[:20])
+    for words in (["copy", "--dataset_config=all"], ["copy/raw/train*"]):
+        assert tokens(f"--dataset_name={words[0]}", *words[1:]) == tokens_of(DOCUMENTS[:20])
     write_jsonl(workdir / "d.jsonl", DOCUMENTS[:20])
     for words, message in (
-        (["copy"], "copy/README.md: choose one of its subsets with --dataset_config: raw, tokenized; or name files"),
+        (
+            ["copy"],
+            "copy/README.md: choose one of its subsets with --dataset_config: raw, tokenized, all, none; or name",
+        ),
+        (
+            ["copy", "--dataset_config=none"],
+            r"README.md: no text of none train is there \(none/\*.jsonl, ../d.jsonl\); or",
+        ),
         (
             ["copy", "--dataset_config=raw", "--dataset_split=dev"],
             "choose a split of raw with --dataset_split: train, test",
