@@ -360,7 +360,8 @@ def _of_subset(listing: TextListing, directory: Path, subset: str, split: str) -
         splits = sanitize_patterns(patterns) if patterns else get_data_patterns(base)
         if split not in splits:
             raise ValueError(f"choose a split of {subset} with --dataset_split: {', '.join(map(str, splits))}")
-        names = map(os.path.abspath, DataFilesList.from_patterns(splits[split], base))
+        local = [pattern for pattern in splits[split] if "://" not in pattern]  # others would be fetched
+        names = map(os.path.abspath, DataFilesList.from_patterns(local, base))
         paths = (*listing.files, *listing.links, *listing.splits)  # none outside the directory
         texts = {os.path.abspath(path): path for path in paths}
         if not (files := [texts[name] for name in names if name in texts]):

@@ -466,7 +466,7 @@ def test_a_copy_of_a_hub_data_set_is_read_as_load_dataset_reads_it(workdir):
             card += f"  - split: {split}\n    path: {subset}/{split}-*\n"
             (path := workdir / f"copy/{subset}/{split}-0.jsonl").parent.mkdir(parents=True, exist_ok=True)
             write_jsonl(path, DOCUMENTS[100 * number + start :][:20])
-    card += "- config_name: all\n  data_dir: raw\n- config_name: none\n  data_files: [none/*.jsonl, ../d.jsonl]\n"
+    card += "- config_name: all\n  data_dir: raw\n- config_name: none\n  data_files: [none/*.jsonl, ../d.jsonl, 'http://[::1]/d']\n"
     (workdir / "copy/README.md").write_text(f"{card}---\n# Text\n")
     write_jsonl(workdir / "copy/raw-train.jsonl", DOCUMENTS[200:220])
 
@@ -490,7 +490,7 @@ def test_a_copy_of_a_hub_data_set_is_read_as_load_dataset_reads_it(workdir):
         ),
         (
             ["copy", "--dataset_config=none"],
-            r"README.md: no text of none train is there \(none/\*.jsonl, ../d.jsonl\); or",
+            r"README.md: no text of none train is there \(none/\*.jsonl, ../d.jsonl, http://\[::1\]/d\); or",
         ),
         (
             ["copy", "--dataset_config=raw", "--dataset_split=dev"],
