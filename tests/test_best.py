@@ -20,6 +20,7 @@ from recipe import best
 from recipe.config import parse_config
 from recipe.config.catalog import text_files
 from recipe.config.fields import FIELDS, RunConfig
+from recipe.data.producer import open_text
 from recipe.data.survey import OWN_VOCAB_SIZE, Text
 from recipe.data.tokenizer import open_tokenizer
 from recipe.engine.factory import open_strategy
@@ -324,15 +325,17 @@ def test_a_text_that_is_too_long_to_read_is_counted_by_its_beginning(call_here, 
 
 
 def test_of_a_text_longer_than_the_run_needs_every_nth_document_is_trained_on(call_here):
-    """Also by a run of a few milliseconds, which has no time to read."""
+    """Also by a run of a few milliseconds, which has no time to read. Here of a subset of a data set."""
     documents = [f"{i}: {SHAKESPEARE.read_text()[i * 200 : i * 200 + 190]}" for i in range(5500)]
-    Path("text.jsonl").write_text("".join(f"{json.dumps({'text': document})}\n" for document in documents))
-    ok(call_here("--text", "text.jsonl", "--device", "h100", "--tokens", "20000"))
-    recipe = Path("runs/text-20000-tokens/recipe.yaml").read_text()
-    stride = int(re.search(r"every-(\d+)\.txt\".*, one of every \1 pieces", recipe)[1])
-    copy = Path(f"data/text-20000-tokens/every-{stride}.txt").read_text()
+    Path("text").mkdir()
+    Path("text/en.jsonl").write_text("".join(f"{json.dumps({'text': document})}\n" for document in documents))
+    Path("text/README.md").write_text("---\nconfigs:\n- {config_name: en, data_files: en*}\n---\n")
+    ok(call_here("--text", "text", "--dataset_config", "en", "--device", "h100", "--tokens", "20000"))
+    recipe = Path("runs/text-20000-tokens/recipe.yaml")
+    stride = int(re.search(r"every-(\d+)\.txt\".*, one of every \1 pieces", recipe.read_text())[1])
     assert stride > 2
-    assert copy.split("<|endoftext|>") == [*documents[::stride], ""]
+    text = open_text(parse_config(["--config", str(recipe)]).data)
+    assert [piece.content for piece in text.pieces()] == documents[::stride]
 
 
 def test_a_trial_is_validated_on_as_many_tokens_as_the_run_will_be(monkeypatch):

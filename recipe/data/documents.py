@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 import yaml
 from huggingface_hub import DatasetCard
 
-from recipe.config.catalog import PACKED, TEXT_SUFFIXES, TextListing, endings, text_files, text_suffix
+from recipe.config.catalog import MADE_HERE, PACKED, TEXT_SUFFIXES, TextListing, endings, text_files, text_suffix
 from recipe.data.shards import Manifest
 from recipe.data.tokenizer import GPT2Tokenizer
 from recipe.utils.errors import UserError, reading
@@ -344,7 +344,8 @@ def _of_subset(listing: TextListing, directory: Path, subset: str, split: str) -
     their subset and split. Of any other text, all files and an empty name."""
     card, glob = directory / "README.md", "name files by a quoted glob, without dataset_config and dataset_split"
     if not (card.is_file() and _LISTS_SUBSETS.match(card.read_text("utf-8", "replace"))):
-        if subset or split != "train":
+        is_made_here = (directory.parent / MADE_HERE).exists()  # by best.py, from the files of the subset
+        if (subset or split != "train") and not is_made_here:
             asked = " ".join(filter(None, (subset, split)))
             raise UserError(f"{directory}: no README.md there says which files are {asked!r}; download it, or {glob}")
         return listing, ""
