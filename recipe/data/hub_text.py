@@ -116,8 +116,10 @@ class HubText:
         import datasets.config
         import fsspec.compression
 
+        def unpack(file, mode="rb"):
+            return io.BufferedReader(pa.input_stream(file, "zstd"))
+
         # Before Python 3.14 it reads .zst with another package alone; local text is unpacked by pyarrow, too.
-        unpack = lambda file, mode="rb": io.BufferedReader(pa.input_stream(file, "zstd"))  # noqa: E731
         fsspec.compression.register_compression("zstd", unpack, "zst", force=True)
         # The library's own retries wait up to twenty minutes without a message.
         for setting in ("READ_MAX_RETRIES", "OPEN_MAX_RETRIES"):
