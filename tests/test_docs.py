@@ -51,7 +51,10 @@ SHORTER = {
     "eval.hellaswag": ["--limit", "4"],
     "eval.compare": ["--limit", "4"],
     "eval.harness": ["--limit", "4", "--include_path", "tasks"],  # the tasks with local rows
-    "recipe.data.prepare": ["--train_text", "texts.jsonl", "--dataset_name", "data/texts", "--val_documents", "3"],
+    "recipe.data.prepare": [
+        *("--train_text", "texts.jsonl", "--dataset_config", ""),
+        *("--dataset_name", "data/texts", "--val_documents", "3"),
+    ],
     "recipe.hub.export push": ["--help"],  # tests/hub runs it
     "recipe.audit --repo": ["--help"],  # the same
     "benchmarks": ["--help"],  # tests/benchmarks runs the others
