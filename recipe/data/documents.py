@@ -342,12 +342,12 @@ class TextFiles:
 def _of_subset(listing: TextListing, directory: Path, subset: str, split: str) -> tuple[TextListing, str]:
     """In a copy of a Hub data set whose README.md lists subsets: the files that load_dataset reads, and the names of
     their subset and split. Of any other text, all files and an empty name."""
-    card, glob = directory / "README.md", "name files by a quoted glob, without dataset_config and dataset_split"
+    card, way_out = directory / "README.md", "or name files by a quoted glob, without dataset_config and dataset_split"
     if not (card.is_file() and _LISTS_SUBSETS.match(card.read_text("utf-8", "replace"))):
         is_made_here = (directory.parent / MADE_HERE).exists()  # by best.py, from the files of the subset
         if (subset or split != "train") and not is_made_here:
             asked = " ".join(filter(None, (subset, split)))
-            raise UserError(f"{directory}: no README.md there says which files are {asked!r}; download it, or {glob}")
+            raise UserError(f"{directory}: no README.md there says which files are {asked!r}; download it, {way_out}")
         return listing, ""
     from datasets.data_files import DataFilesList, get_data_patterns, sanitize_patterns
     from datasets.utils.metadata import MetadataConfigs
@@ -368,7 +368,7 @@ def _of_subset(listing: TextListing, directory: Path, subset: str, split: str) -
         if not (files := [texts[name] for name in names if name in texts]):
             raise ValueError(f"no text of {subset} {split} is there ({', '.join(splits[split])})")
     except (ValueError, FileNotFoundError, yaml.YAMLError) as error:
-        raise UserError(f"{card}: {' '.join(str(error).split())[:1000]}; or {glob}") from None
+        raise UserError(f"{card}: {' '.join(str(error).split())[:1000]}; {way_out}") from None
     return TextListing(files, {}, [], []), f"{subset} {split}"
 
 
