@@ -38,9 +38,10 @@ def generate(loaded: common.Loaded, prompt: str, args: argparse.Namespace) -> li
     truncated on the left to make room for the new tokens, at most half of the positions. Both cases print a note.
     """
     tokenizer, positions = loaded.tokenizer, loaded.n_positions
-    prompt_ids = tokenizer.encode(prompt, add_special_tokens=False, verbose=False) or [tokenizer.eos_token_id]
-    if prompt_ids == [None]:
+    prompt_ids = tokenizer.encode(prompt, add_special_tokens=False, verbose=False)
+    if not prompt_ids and tokenizer.eos_token_id is None:
         raise common.UserError("the prompt is empty, and the tokenizer has no eos_token to start from")
+    prompt_ids = prompt_ids or [tokenizer.eos_token_id]
     room = positions - len(prompt_ids)
     n_new = min(args.max_new_tokens, room if room > 0 else positions // 2)
     context_ids = prompt_ids[-(positions - n_new) :]
